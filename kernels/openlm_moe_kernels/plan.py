@@ -28,6 +28,10 @@ class RoutePlan:
     tiles: Tensor  # int32, the triton backend's map from row tile to expert; empty for other backends
     top_k: int
 
+    def tensors(self) -> list[Tensor]:
+        """All tensors, in the order of the fields: what a custom op takes and `RoutePlan(*tensors, top_k)` restores."""
+        return [self.counts_E, self.offsets_E, self.order_N, self.inverse_N, self.tokens_N, self.tiles]
+
     @property
     def num_rows(self) -> int:
         return self.order_N.shape[0]
@@ -60,3 +64,7 @@ def make_plan(expert_ids: Tensor, num_experts: int) -> RoutePlan:
         tiles=ids_N.new_empty(0, dtype=torch.int32),
         top_k=top_k,
     )
+
+
+def route_plan(expert_ids: Tensor, num_experts: int) -> RoutePlan:
+    return make_plan(expert_ids, num_experts)

@@ -1,0 +1,185 @@
+"""The reference backend: every operation said as plainly as torch allows, in the input's dtype or float32, fp64-capable.
+
+Slow, and short enough to check by eye; the other backends are compared with it. Shape letters as in `backend.py`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from openlm_moe_kernels.plan import RoutePlan
+
+
+def unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
+    return None
+
+
+def tile_map(offsets_E: Tensor, num_rows: int) -> Tensor:
+    return offsets_E.new_empty(0)
+
+
+def groups(offsets_E: Tensor) -> list[tuple[int, int, int]]:
+    """(expert, first row, end) of each non-empty group."""
+    ends = offsets_E.tolist()
+    return [(e, start, end) for e, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)) if end > start]
+
+
+def accumulation(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums are taken in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def activate(pre: Tensor, activation: str | None) -> Tensor:
+    """GELU by its tanh approximation, silu(gate) * up with the gate half first, or the identity."""
+    if activation is None:
+        return pre
+    if activation == "gelu":
+        return F.gelu(pre, approximate="tanh")
+    gate, up = pre.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def activate_backward(pre: Tensor, d: Tensor, activation: str | None) -> Tensor:
+    """Gradient at `pre` from `d` at the activation."""
+    if activation is None:
+        return d
+    if activation == "gelu":
+        inner = math.sqrt(2 / math.pi)
+        t = torch.tanh(inner * (pre + 0.044715 * pre**3))
+        return d * (0.5 * (1 + t) + 0.5 * pre * (1 - t * t) * inner * (1 + 3 * 0.044715 * pre**2))
+    gate, up = pre.chunk(2, dim=-1)
+    sigmoid = torch.sigmoid(gate)
+    return torch.cat([d * up * sigmoid * (1 + gate * (1 - sigmoid)), d * gate * sigmoid], dim=-1)
+
+
+def grouped_gemm(
+    x: Tensor,
+    w: Tensor,
+    offsets: Tensor,
+    *,
+    trans_w: bool = False,
+    gather: Tensor | None = None,
+    activation: str | None = None,
+    row_scale: Tensor | None = None,
+    allow_tf32: bool = False,
+) -> Tensor:
+    acc = accumulation(x.dtype)
+    w = w.mT if trans_w else w
+    rows = x.shape[0] if gather is None else gather.shape[0]
+    out = x.new_zeros(rows, w.shape[2] // 2 if activation == "swiglu" else w.shape[2])
+    for e, start, end in groups(offsets):
+        x_e = x[start:end] if gather is None else x[gather[start:end]]
+        y = activate(x_e.to(acc) @ w[e].to(acc), activation)
+        out[start:end] = y if row_scale is None else y * row_scale[start:end, None].to(acc)
+    return out
+
+
+def grouped_gemm_wgrad(
+    x: Tensor,
+    dy: Tensor,
+    offsets: Tensor,
+    *,
+    trans_w: bool = False,
+    gather: Tensor | None = None,
+    out: Tensor | None = None,
+    allow_tf32: bool = False,
+) -> Tensor:
+    acc = accumulation(x.dtype)
+    if out is None:
+        shape = (dy.shape[1], x.shape[1]) if trans_w else (x.shape[1], dy.shape[1])
+        out = x.new_zeros(offsets.shape[0], *shape)
+    for e, start, end in groups(offsets):
+        x_e = x[start:end] if gather is None else x[gather[start:end]]
+        dw = x_e.to(acc).mT @ dy[start:end].to(acc)
+        out[e] = out[e].to(acc) + (dw.mT if trans_w else dw)
+    return out
+
+
+def valid_slots(plan: RoutePlan) -> Tensor:
+    """Whether flat slot i was routed to an expert, bool (N,)."""
+    return plan.inverse_N < plan.offsets_E[-1]
+
+
+def gather_rows(x: Tensor, plan: RoutePlan, scale_TK: Tensor | None = None) -> Tensor:
+    acc = accumulation(x.dtype)
+    rows = x[plan.tokens_N].to(acc)
+    if scale_TK is not None:
+        rows = rows * scale_TK.reshape(-1)[plan.order_N, None].to(acc)
+    return torch.where(valid_slots(plan)[plan.order_N, None], rows, 0.0).to(x.dtype)
+
+
+def _slot_rows(y: Tensor, plan: RoutePlan) -> Tensor:
+    """y_ND in slot order, (T, K, D) in the accumulation dtype, zeros for slots without an expert."""
+    rows = torch.where(valid_slots(plan)[:, None], y[plan.inverse_N], 0.0)
+    return rows.to(accumulation(y.dtype)).reshape(plan.num_tokens, plan.top_k, y.shape[1])
+
+
+def combine_topk(y: Tensor, weights_TK: Tensor | None, plan: RoutePlan) -> Tensor:
+    rows_TKD = _slot_rows(y, plan)
+    if weights_TK is not None:
+        rows_TKD = rows_TKD * weights_TK[:, :, None].to(rows_TKD.dtype)
+    return rows_TKD.sum(1).to(y.dtype)
+
+
+def combine_topk_dweights(dout: Tensor, y: Tensor, plan: RoutePlan) -> Tensor:
+    rows_TKD = _slot_rows(y, plan)
+    return (rows_TKD * dout[:, None, :].to(rows_TKD.dtype)).sum(-1)
+
+
+def act_backward(
+    pre: Tensor, da: Tensor, offsets: Tensor, activation: str | None, row_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    acc = accumulation(pre.dtype)
+    valid = torch.arange(pre.shape[0], device=pre.device) < offsets[-1]
+    scale = pre.new_ones(pre.shape[0], dtype=acc) if row_scale is None else row_scale.to(acc)
+    pre_acc, da_acc = (torch.where(valid[:, None], t, 0.0).to(acc) for t in (pre, da))
+    scale = torch.where(valid, scale, 0.0)[:, None]
+    d = scale * da_acc
+    act = activate(pre_acc, activation)
+    dpre = activate_backward(pre_acc, d, activation)
+    return dpre.to(pre.dtype), (scale * act).to(pre.dtype), (da_acc * act).sum(-1)
+
+
+def ffn_forward(
+    x: Tensor,
+    weights_TK: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    plan: RoutePlan,
+    activation: str,
+    *,
+    keep_pre: bool = True,
+    allow_tf32: bool = False,
+) -> tuple[Tensor, Tensor]:
+    pre = grouped_gemm(x, w1, plan.offsets_E, gather=plan.tokens_N)
+    y = grouped_gemm(activate(pre, activation), w2, plan.offsets_E)
+    return combine_topk(y, weights_TK, plan), pre if keep_pre else pre.new_empty(0, 0)
+
+
+def ffn_backward(
+    dout: Tensor,
+    x: Tensor,
+    weights_TK: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    pre: Tensor,
+    plan: RoutePlan,
+    activation: str,
+    needs: tuple[bool, bool, bool, bool],
+    *,
+    allow_tf32: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """After SonicMoE (arXiv 2512.14080): the weights' gradient is <dA, A>, so the second product is never needed again."""
+    offsets, empty = plan.offsets_E, x.new_empty(0)
+    g = gather_rows(dout, plan)
+    da = grouped_gemm(g, w2, offsets, trans_w=True)
+    dpre, scaled_act, dscale = act_backward(pre, da, offsets, activation, weights_TK.reshape(-1)[plan.order_N])
+    dx = combine_topk(grouped_gemm(dpre, w1, offsets, trans_w=True), None, plan) if needs[0] else empty
+    dweights = dscale[plan.inverse_N].reshape(weights_TK.shape).to(weights_TK.dtype) if needs[1] else empty
+    dw1 = grouped_gemm_wgrad(x, dpre, offsets, gather=plan.tokens_N) if needs[2] else empty
+    dw2 = grouped_gemm_wgrad(scaled_act, g, offsets) if needs[3] else empty
+    return dx, dweights, dw1, dw2
