@@ -1,0 +1,91 @@
+"""What every test gets: one thread, fixed seeds, no network, and a helper that runs commands without leaving processes."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+# Before torch is imported, and inherited by every process that a test starts.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+os.environ.update(WANDB_MODE="offline", WANDB_SILENT="true", PYTHONUNBUFFERED="1")
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def repo_root() -> Path:
+    """The folder that holds pyproject.toml."""
+    return ROOT
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds() -> Iterator[None]:
+    """Each test starts from the same random state, on one thread, whatever ran before it."""
+    random.seed(0)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_default_dtype(torch.float32)
+
+
+def run_command(
+    command: list[Any], timeout: float = 120, env: Mapping[str, str] | None = None, cwd: Path | str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs `command` in a process group of its own, which is killed at `timeout` seconds or when the caller is interrupted.
+
+    Returns the finished process with text `stdout` and `stderr`; never raises for its exit code. Fails the test on a timeout.
+    """
+    process = subprocess.Popen(
+        [str(part) for part in command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **with_source_path(env or {})},
+        cwd=cwd,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        pytest.fail(f"{' '.join(map(str, command))} ran past {timeout} s\nstdout:\n{out[-4000:]}\nstderr:\n{err[-4000:]}")
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def with_source_path(env: Mapping[str, str]) -> dict[str, str]:
+    """`env` in which a child process imports this checkout, from whatever folder it starts."""
+    paths = [str(ROOT), str(ROOT / "kernels"), *filter(None, [env.get("PYTHONPATH", os.environ.get("PYTHONPATH"))])]
+    return {**env, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+@pytest.fixture(scope="session")
+def run() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`run(command, timeout=120, env=None, cwd=None)`: see `run_command`."""
+    return run_command
+
+
+@pytest.fixture(scope="session")
+def torchrun() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`torchrun(processes, *program, timeout=120, env=None, cwd=None)`: `program` is a script's path, or "-m", a module, then its flags."""
+
+    def start(processes: int, *program: Any, timeout: float = 120, **more: Any) -> subprocess.CompletedProcess[str]:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        return run_command([*launcher, *program], timeout, **more)
+
+    return start
