@@ -1,4 +1,4 @@
-"""What every test gets: one thread, fixed seeds, no network, and a helper that runs commands without leaving processes."""
+"""What every test gets: one thread, fixed seeds, no network, and a way to run commands that leaves no process behind."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def fixed_seeds() -> Iterator[None]:
 def run_command(
     command: list[Any], timeout: float = 120, env: Mapping[str, str] | None = None, cwd: Path | str | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `command` in a process group of its own, which is killed at `timeout` seconds or when the caller is interrupted.
+    """Runs `command` in a process group of its own, killed after `timeout` seconds or when the caller is interrupted.
 
-    Returns the finished process with text `stdout` and `stderr`; never raises for its exit code. Fails the test on a timeout.
+    Returns the finished process with text `stdout` and `stderr`, whatever its exit code. Fails the test on a timeout.
     """
     process = subprocess.Popen(
         [str(part) for part in command],
@@ -60,7 +60,8 @@ def run_command(
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         out, err = process.communicate()
-        pytest.fail(f"{' '.join(map(str, command))} ran past {timeout} s\nstdout:\n{out[-4000:]}\nstderr:\n{err[-4000:]}")
+        shown = " ".join(map(str, command))
+        pytest.fail(f"{shown} ran past {timeout} s\nstdout:\n{out[-4000:]}\nstderr:\n{err[-4000:]}")
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -82,7 +83,7 @@ def run() -> Callable[..., subprocess.CompletedProcess[str]]:
 
 @pytest.fixture(scope="session")
 def torchrun() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`torchrun(processes, *program, timeout=120, env=None, cwd=None)`: `program` is a script's path, or "-m", a module, then its flags."""
+    """`torchrun(processes, *program, timeout=120, env=None, cwd=None)`: a script's path, or "-m", a module; then flags."""
 
     def start(processes: int, *program: Any, timeout: float = 120, **more: Any) -> subprocess.CompletedProcess[str]:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
