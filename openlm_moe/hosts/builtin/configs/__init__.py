@@ -1,0 +1,1 @@
+"""open_lm's model shapes, one JSON file a name."""
