@@ -1,0 +1,26 @@
+"""openlm-moe: dropless mixture-of-experts layers for training language models the open_lm way."""
+
+from openlm_moe.config import MoEConfig
+from openlm_moe.errors import UserError
+from openlm_moe.layers.balance import update_expert_biases
+from openlm_moe.layers.base import MoELayer, moe_layers
+from openlm_moe.layers.losses import LayerStats, LossCollector, collect_losses
+from openlm_moe.layers.moe import CapacityMoE, DroplessMoE, build_moe
+from openlm_moe.layers.recompute import checkpoint
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CapacityMoE",
+    "DroplessMoE",
+    "LayerStats",
+    "LossCollector",
+    "MoEConfig",
+    "MoELayer",
+    "UserError",
+    "build_moe",
+    "checkpoint",
+    "collect_losses",
+    "moe_layers",
+    "update_expert_biases",
+]

@@ -1,0 +1,1 @@
+"""The MoE layer and its parts; one idea a file."""
