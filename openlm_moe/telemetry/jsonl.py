@@ -1,0 +1,90 @@
+"""metrics.jsonl: one JSON object per log call, written as it happens, one history after any number of restarts."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from openlm_moe.errors import UserError
+from openlm_moe.telemetry.metrics import STEP
+
+FILE = "metrics.jsonl"
+SUPERSEDED_FILE = "metrics.superseded.jsonl"
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity; both become null, and `read_records` gives NaN back."""
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Every whole record of `path`, as bytes and parsed; the half line that a killed process leaves is passed over."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict) and line.endswith(b"\n"):
+                yield line, record
+
+
+class JsonlSink:
+    """Appends records to `folder`/metrics.jsonl and flushes each.
+
+    Records later than `resume_step` come from a run that went on after the checkpoint that is now resumed. They move to
+    metrics.superseded.jsonl, so that any reader of metrics.jsonl meets each step once and nothing is lost.
+    """
+
+    def __init__(self, folder: Path, resume_step: int = 0) -> None:
+        path = folder / FILE
+        kept, superseded = [], []
+        for line, record in _lines(path):
+            (kept if record.get(STEP, 0) <= resume_step else superseded).append((line, record))
+        self.last: dict[str, Any] = kept[-1][1] if kept else {}
+        try:
+            if superseded:
+                with (folder / SUPERSEDED_FILE).open("ab") as file:
+                    file.writelines(line for line, _ in superseded)
+            if path.exists():
+                aside = path.with_suffix(".tmp")
+                aside.write_bytes(b"".join(line for line, _ in kept))
+                os.replace(aside, path)
+            self._file = path.open("ab")
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {error.strerror}; name another folder for the run") from None
+        self.rows_ever = len(kept) + sum(1 for _ in _lines(folder / SUPERSEDED_FILE))
+
+    def log(self, record: dict[str, Any]) -> None:
+        line = json.dumps({name: _plain(value) for name, value in record.items()}, separators=(",", ":"))
+        self._file.write(line.encode() + b"\n")
+        self._file.flush()
+        self.rows_ever += 1
+
+    def close(self, exit_code: int = 0) -> None:
+        self._file.close()
+
+
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """The history of the run in `folder`: one record per step in order, several of one step merged; null is NaN.
+
+    Raises `UserError` if there is no metrics.jsonl.
+    """
+    path = Path(folder) / FILE
+    if not path.exists():
+        raise UserError(f"{folder} has no {FILE}; name the folder of a run")
+    steps: dict[int, dict[str, Any]] = {}
+    for _, record in _lines(path):
+        values = {name: math.nan if value is None else value for name, value in record.items()}
+        steps.setdefault(record.get(STEP, 0), {}).update(values)
+    return [steps[step] for step in sorted(steps)]

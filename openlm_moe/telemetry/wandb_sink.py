@@ -1,0 +1,155 @@
+"""wandb, kept at arm's length: one thread owns the run, and training only ever puts records into its queue.
+
+A service that is down, slow or refuses the key therefore costs a warning; the run is then recorded offline, ready for
+`wandb sync`. The x axis is "tokens" by define_metric, and wandb's own step is the number of rows ever logged, which never
+goes back: wandb drops rows whose step does, and a run resumed from an older checkpoint goes back in steps and tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from openlm_moe.errors import UserError
+from openlm_moe.telemetry import metrics
+
+RUN_ID_FILE = "wandb_run_id"
+INIT_TIMEOUT = 60.0  # seconds until a service that does not answer is given up
+FINISH_TIMEOUT = 60.0  # seconds that the end of a run waits for uploads
+
+
+def run_id(folder: Path) -> str:
+    """The run's wandb id: $WANDB_RUN_ID, else what the run's folder remembers, else a new one that it then remembers."""
+    path = folder / RUN_ID_FILE
+    known = os.environ.get("WANDB_RUN_ID") or (path.read_text(encoding="utf-8").strip() if path.exists() else "")
+    if not known:
+        known = uuid.uuid4().hex[:8]
+    path.write_text(known + "\n", encoding="utf-8")
+    return known
+
+
+class WandbSink:
+    """Sends records to wandb, from a thread of its own.
+
+    first_row   rows that earlier starts of this run have logged
+    warn        called with one line when wandb has to be worked around
+
+    Raises `UserError` when wandb is not installed, and nothing else: trouble with the service is a warning.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        project: str,
+        entity: str | None,
+        group: str | None,
+        first_row: int,
+        warn: Callable[[str], None],
+        init_timeout: float = INIT_TIMEOUT,
+        finish_timeout: float = FINISH_TIMEOUT,
+    ) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise UserError('--report-to wandb needs: pip install "openlm-moe[wandb]"') from None
+        self._wandb = wandb
+        self._folder = folder
+        self._warn = warn
+        self._row = first_row
+        self._finish_timeout = finish_timeout
+        self._exit_code = 0
+        self._run: Any = None
+        self._arguments = {
+            "project": project,
+            "entity": entity,
+            "group": group,
+            "name": name,
+            "id": run_id(folder),
+            "dir": str(folder),
+            "resume": "allow",
+            "settings": wandb.Settings(init_timeout=init_timeout, finish_timeout=finish_timeout, console="off"),
+        }
+        self._queue: queue.SimpleQueue[tuple[str, dict[str, Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
+        self._thread.start()
+
+    def config(self, values: dict[str, Any]) -> None:
+        self._queue.put(("config", values))
+
+    def log(self, record: dict[str, Any]) -> None:
+        self._queue.put(("row", record))
+
+    def close(self, exit_code: int = 0) -> None:
+        """Ends the run; waits for uploads, at most the finish timeout (and the init timeout, if it has not begun)."""
+        self._exit_code = exit_code
+        self._queue.put(None)
+        init_timeout = self._arguments["settings"].init_timeout
+        self._thread.join(self._finish_timeout + (init_timeout if self._run is None else 0) + 10)
+        if self._thread.is_alive():
+            self._warn(f"warning: wandb is still busy; what is missing online can be sent with: {self._sync_command()}")
+
+    def _sync_command(self) -> str:
+        return f"wandb sync {self._folder / 'wandb'}/*run-*"
+
+    def _work(self) -> None:
+        self._run = self._start()
+        failed = False
+        for kind, values in iter(self._queue.get, None):
+            try:
+                if kind == "config":
+                    self._run.config.update(values, allow_val_change=True)
+                else:
+                    self._run.log(self._row_values(values), step=self._row)
+                    self._row += 1
+            except Exception as error:
+                if not failed:
+                    failed = True
+                    self._warn(
+                        f"warning: wandb does not take metrics ({_one_line(error)}); training goes on without it"
+                    )
+        if self._run is not None:
+            self._run.finish(exit_code=self._exit_code)
+
+    def _start(self) -> Any:
+        """A run: online if the service answers, else offline; None if even that fails."""
+        mode = self._wandb.setup().settings.mode
+        try:
+            if mode in ("online", "shared") and not self._wandb.login(verify=False, prompt=False):
+                raise PermissionError("no API key; `wandb login` stores one")
+            return self._init(mode)
+        except Exception as error:
+            self._warn(
+                f"warning: wandb is not reachable ({_one_line(error)}); the run is recorded offline, "
+                f"send it later with: {self._sync_command()}"
+            )
+        try:
+            return self._init("offline")
+        except Exception as error:
+            self._warn(f"warning: wandb does not start ({_one_line(error)}); training goes on without it")
+            return None
+
+    def _init(self, mode: str) -> Any:
+        run = self._wandb.init(mode=mode, **self._arguments)
+        run.define_metric(metrics.TOKENS)
+        run.define_metric("*", step_metric=metrics.TOKENS)
+        self._row = max(self._row, run.step)
+        return run
+
+    def _row_values(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Lists, which are loads per expert, become histograms with one bin an expert: wandb draws them as heat maps."""
+        return {
+            name: self._wandb.Histogram(np_histogram=(value, list(range(len(value) + 1))))
+            if isinstance(value, list)
+            else value
+            for name, value in record.items()
+        }
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
