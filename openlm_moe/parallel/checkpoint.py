@@ -1,0 +1,255 @@
+"""Checkpoints that survive being killed, and that any number of ranks can resume.
+
+    <folder>/step_0000100/      torch.distributed.checkpoint files, state.json, and COMPLETE, which is written last
+    <folder>/.writing-...       a save under way; never looked at again if it is not finished
+
+COMPLETE lists every file's size and checksum, so that a torn or altered checkpoint is noticed before it is used.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import pickle
+import re
+import shutil
+import warnings
+import zlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.optim import Optimizer
+
+from openlm_moe.errors import UserError
+from openlm_moe.parallel.safe_reader import SafeLoadPlanner, SafeReader, read_index
+from openlm_moe.parallel.state import check_fit, copy_to_host, get_state, set_state
+
+MARKER = "COMPLETE"
+STATE = "state.json"
+_NAME = re.compile(r"step_(\d+)")
+log = logging.getLogger(__name__)
+
+
+class Checkpointer:
+    """Saves and loads checkpoints in `folder`. Every rank makes one and calls its methods together with the others.
+
+    keep_last: how many complete checkpoints stay; None keeps all.
+    remote_sync: an fsspec URL; each complete checkpoint is copied there too.
+    asynchronous: `save` returns as soon as the state is copied to the host, and a thread writes it. Call `close` (or
+        `wait`) before the process group ends. An error of that thread is raised by the next call.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        keep_last: int | None = None,
+        remote_sync: str | None = None,
+        asynchronous: bool = True,
+    ) -> None:
+        if keep_last is not None and keep_last < 1:
+            raise UserError(f"--keep-last is {keep_last}; it must be 1 or more")
+        self.folder = Path(folder)
+        self.keep_last, self.remote_sync, self.asynchronous = keep_last, remote_sync, asynchronous
+        # A gloo group of its own: the writing thread's messages must not meet those of the training step.
+        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._world = dist.get_world_size() if dist.is_initialized() else 1
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+        self._on_main(self._clean)
+        atexit.register(self._thread.shutdown)
+
+    def save(self, step: int, model: nn.Module, optimizer: Optimizer | None, state: dict[str, Any]) -> Path:
+        """Saves weights, optimizer state and `state` (JSON values) as the checkpoint of `step`; returns its folder."""
+        self.wait()
+        tensors = get_state(model, optimizer)
+        text = json.dumps(state)
+        path = self.folder / f"step_{step:07d}"
+        if self.asynchronous:
+            self._pending = self._thread.submit(self._write, path, copy_to_host(tensors), text)
+        else:
+            self._write(path, tensors, text)
+        return path
+
+    def wait(self) -> None:
+        """Returns when the last save is complete on disk; raises what went wrong with it."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Finishes the last save. To be called before the process group ends."""
+        self.wait()
+        self._thread.shutdown()
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint that is complete and undamaged, the same on every rank; None if there is none."""
+        self.wait()
+        names = self._from_main(lambda: [path.name for path in complete_checkpoints(self.folder)])
+        for name in reversed(names):
+            path = self.folder / name
+            fault = next(filter(None, self._all(lambda path=path: self._fault(path))), None)
+            if fault is None:
+                return path
+            if self._rank == 0:
+                log.warning("skipping checkpoint %s: %s", path, fault)
+        return None
+
+    def load(self, path: Path | str, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+        """Loads weights and optimizer state in place, from whatever layout they were saved in; returns the JSON state.
+
+        Raises `UserError` if the checkpoint is of another model or optimizer.
+        """
+        self.wait()
+        path = Path(path)
+        state = get_state(model, optimizer)
+        check_fit(read_checked_index(path), state, f"checkpoint {path}")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(state, storage_reader=SafeReader(path), planner=SafeLoadPlanner(), process_group=self._group)
+        set_state(state, model, optimizer)
+        return json.loads((path / STATE).read_text())
+
+    def _write(self, path: Path, tensors: dict[str, Any], state: str) -> None:
+        aside = path.with_name(f".writing-{path.name}")
+        self._on_main(lambda: _empty_folder(aside))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(aside), process_group=self._group)
+        sums = self._all(lambda: {name: _checksum(aside / name) for name in self._share(sorted(os.listdir(aside)))})
+        files = {name: entry for part in sums for name, entry in part.items()}
+        self._on_main(lambda: self._finish(aside, path, state, files))
+
+    def _finish(self, aside: Path, path: Path, state: str, files: dict[str, Any]) -> None:
+        _write_durably(aside / STATE, state)
+        files = {**files, STATE: _checksum(aside / STATE)}
+        _write_durably(aside / MARKER, json.dumps({"files": files}, indent=1))
+        replaced = path.with_name(f".replaced-{path.name}")
+        if path.exists():
+            path.rename(replaced)
+        aside.rename(path)
+        _sync_folder(self.folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+        if self.remote_sync is not None:
+            try:
+                _upload(path, self.remote_sync)
+            except Exception as error:  # whatever the far end is, training does not end for it
+                log.warning("checkpoint %s was not copied to %s: %s", path.name, self.remote_sync, error)
+        if self.keep_last is not None:
+            for old in complete_checkpoints(self.folder)[: -self.keep_last]:
+                # The marker goes first: a half-removed checkpoint must not look complete.
+                (old / MARKER).unlink()
+                shutil.rmtree(old)
+
+    def _clean(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for replaced in self.folder.glob(".replaced-*"):
+            original = replaced.with_name(replaced.name.removeprefix(".replaced-"))
+            if not original.exists():  # killed between the two renames of `_finish`
+                replaced.rename(original)
+        for left in [*self.folder.glob(".writing-*"), *self.folder.glob(".replaced-*")]:
+            shutil.rmtree(left)
+
+    def _fault(self, path: Path) -> str | None:
+        """What is wrong with this rank's share of the files of `path`, in words."""
+        try:
+            files = json.loads((path / MARKER).read_text())["files"]
+            for name in self._share(sorted(files)):
+                if not (path / name).exists():
+                    return f"{name} is missing"
+                if _checksum(path / name) != files[name]:
+                    return f"{name} is not as it was written"
+            read_index(path)
+        except (OSError, ValueError, KeyError, TypeError, EOFError, AttributeError, pickle.UnpicklingError) as error:
+            return f"it cannot be read ({error})"
+        return None
+
+    def _share(self, names: list[str]) -> list[str]:
+        return names[self._rank :: self._world]
+
+    def _all(self, function: Callable[[], Any]) -> list[Any]:
+        """Every rank's `function()`, on every rank. If it raises on any rank, all raise: none is left waiting."""
+        try:
+            mine: Any = (function(), None)
+        except Exception as error:
+            mine = (None, error)
+        results = [mine]
+        if self._world > 1:
+            results = [None] * self._world
+            dist.all_gather_object(results, mine, group=self._group)
+        for _, error in results:
+            if error is not None:
+                raise error
+        return [value for value, _ in results]
+
+    def _from_main(self, function: Callable[[], Any]) -> Any:
+        return self._all(lambda: function() if self._rank == 0 else None)[0]
+
+    def _on_main(self, function: Callable[[], Any]) -> None:
+        self._from_main(lambda: function() and None)
+
+
+def complete_checkpoints(folder: Path | str) -> list[Path]:
+    """Folders of the complete checkpoints in `folder`, oldest step first. Their contents are not verified."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        return []
+    found = [(int(m[1]), path) for path in folder.iterdir() if (m := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found) if (path / MARKER).exists()]
+
+
+def read_checked_index(path: Path) -> Any:
+    """The checkpoint's index. Raises `UserError` if `path` is no complete checkpoint, or one that is not safe to read."""
+    if not (path / MARKER).exists():
+        raise UserError(f"{path} is no complete checkpoint (it has no file {MARKER}); give a step_ folder that has one")
+    try:
+        return read_index(path)
+    except (OSError, ValueError, TypeError, EOFError, AttributeError, pickle.UnpicklingError) as error:
+        raise UserError(f"checkpoint {path} cannot be read: {error}; use an older one") from error
+
+
+def _checksum(path: Path) -> list[int]:
+    """[bytes, CRC-32]: finds accidental damage, which is all it is for."""
+    size = crc = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 24):
+            size, crc = size + len(block), zlib.crc32(block, crc)
+    return [size, crc]
+
+
+def _empty_folder(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+
+
+def _write_durably(path: Path, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _upload(path: Path, url: str) -> None:
+    """Copies the checkpoint to `url`, its marker last."""
+    import fsspec
+
+    system, root = fsspec.url_to_fs(url)
+    target = f"{root.rstrip('/')}/{path.name}"
+    system.makedirs(target, exist_ok=True)
+    for file in sorted(path.iterdir(), key=lambda file: file.name == MARKER):
+        system.put_file(str(file), f"{target}/{file.name}")

@@ -1,0 +1,153 @@
+"""Who holds what: the process group, and the meshes that parameters live on.
+
+Every rank is numbered (replicate, shard, ep), ep innermost so that expert-parallel partners sit on one node:
+
+    dense parameters    sharded over (shard, ep) together, replicated over `replicate`
+    expert parameters   experts split over `ep`, each split further over `shard`, replicated over `replicate`
+
+Without FSDP nothing is sharded beside the experts: `shard` is 1, and dense parameters are replicated over all ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from math import gcd
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from openlm_moe.errors import UserError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is spread over the ranks. The meshes are None in a single process that has no process group."""
+
+    world_size: int
+    rank: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+    expert_parallel: int = 1
+    fsdp: bool = False
+    dense_mesh: DeviceMesh | None = None  # (replicate, shard), for every parameter outside the experts
+    expert_mesh: DeviceMesh | None = None  # (replicate, shard), what is left for the experts without the ep ranks
+    ep_mesh: DeviceMesh | None = None  # (ep,); None when every rank holds all experts
+
+    @property
+    def is_main(self) -> bool:
+        """True on the one rank that logs and writes files."""
+        return self.rank == 0
+
+
+def init_distributed(timeout_s: float = 600.0) -> torch.device:
+    """Joins the process group that torchrun's environment describes; returns this rank's own device.
+
+    Without torchrun (no WORLD_SIZE), and for a world of one, there is no process group. A collective that takes longer
+    than `timeout_s` seconds raises, so that a dead or stuck rank ends the job.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = _local_device(local_rank)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        # Tensors on the host (checkpoint plans, stop requests) go through gloo, whatever trains on the accelerator.
+        backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    return device
+
+
+def shutdown() -> None:
+    """Leaves the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _local_device(local_rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"local rank {local_rank} has no GPU of its own: this node shows {torch.cuda.device_count()}; "
+            f"start at most that many processes a node (torchrun --nproc-per-node {torch.cuda.device_count()})"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def make_layout(
+    fsdp: bool,
+    hybrid: bool,
+    expert_parallel: str | int,
+    num_experts: int,
+    device: torch.device,
+) -> Layout:
+    """The layout of this world.
+
+    `hybrid` shards within a node and replicates across nodes (needs `fsdp`). `expert_parallel` is "off", "auto" (the
+    largest divisor of both `num_experts` and the ranks of a node) or the number of ranks that split the experts.
+
+    Raises `UserError`, with the numbers that would fit, when the split does not come out even.
+    """
+    if hybrid and not fsdp:
+        raise UserError("--fsdp-hybrid needs --fsdp: it says how the shards are laid over the nodes")
+    if fsdp and not dist.is_initialized():
+        dist.init_process_group(_single_backend(device), store=dist.HashStore(), rank=0, world_size=1)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if hybrid and world % local_world:
+        raise UserError(
+            f"--fsdp-hybrid needs nodes of equal size: {world} ranks are no multiple of {local_world} a node"
+        )
+    span = local_world if hybrid else world  # the ranks within which parameters, and so experts, may be split
+    ep = expert_parallel_size(expert_parallel, num_experts, span, local_world)
+    meshes: dict[str, DeviceMesh | None] = {}
+    if dist.is_initialized():
+        meshes = _meshes(world, span, ep, fsdp, device)
+    return Layout(world, rank, local_rank, local_world, device, ep, fsdp, **meshes)
+
+
+def expert_parallel_size(wanted: str | int, num_experts: int, span: int, local_world: int) -> int:
+    """How many ranks split the experts. `span` is the number of ranks they may be split over.
+
+    Raises `UserError` naming the sizes that fit when `wanted` divides not both the experts and `span`.
+    """
+    if str(wanted) == "off" or num_experts == 0:
+        return 1
+    if str(wanted) == "auto":
+        return gcd(num_experts, gcd(local_world, span))
+    try:
+        ep = int(wanted)
+    except ValueError:
+        raise UserError(f"--expert-parallel is {wanted!r}; it must be a number, auto or off") from None
+    fits = [n for n in range(1, span + 1) if span % n == 0 and num_experts % n == 0]
+    if ep not in fits:
+        raise UserError(
+            f"--expert-parallel {ep} does not fit {num_experts} experts on {span} ranks: it must divide both; "
+            f"{', '.join(map(str, fits))} would fit"
+        )
+    return ep
+
+
+def _single_backend(device: torch.device) -> str:
+    return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
+
+
+def _meshes(world: int, span: int, ep: int, fsdp: bool, device: torch.device) -> dict[str, DeviceMesh | None]:
+    """Every mesh covers the whole world and has a `replicate` and a `shard` dimension, of size 1 where unused."""
+    if fsdp:
+        names = ("replicate", "shard", "ep")
+        cube = init_device_mesh(device.type, (world // span, span // ep, ep), mesh_dim_names=names)
+        cube["shard", "ep"]._flatten("shard_ep")
+        dense = cube["replicate", "shard_ep"]
+    else:
+        cube = init_device_mesh(device.type, (world // ep, 1, ep), mesh_dim_names=("replicate", "shard", "ep"))
+        dense = init_device_mesh(device.type, (world, 1), mesh_dim_names=("replicate", "shard"))
+    return {
+        "dense_mesh": dense,
+        "expert_mesh": cube["replicate", "shard"],
+        "ep_mesh": cube["ep"] if ep > 1 else None,
+    }
