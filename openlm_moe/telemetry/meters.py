@@ -64,7 +64,7 @@ class StepMeter:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the time spent inside to phase `name`, one of PHASES. Host time: kernels that still run are not waited for."""
+        """Adds the time spent inside to phase `name`, one of PHASES: host time, running kernels are not waited for."""
         start = time.perf_counter()
         try:
             yield

@@ -1,4 +1,4 @@
-"""The names of all metrics, with unit and meaning: what sinks write, what report, watch and dashboard read, what docs print.
+"""The names of all metrics, with unit and meaning: what sinks write, report, watch and dashboard read, and docs print.
 
 open_lm's names stand where it has one; its "samples" are tokens.
 """

@@ -1,4 +1,4 @@
-"""Where metrics go: console, metrics.jsonl, tensorboard, wandb. Rank 0 writes; a sink that fails never stops training."""
+"""Where metrics go: console, metrics.jsonl, tensorboard, wandb. Only rank 0 writes; a failing sink never stops training."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class Sinks:
             print(text, flush=True)
 
     def close(self, exit_code: int = 0) -> None:
-        """Flushes and closes every sink; a second call does nothing. An exit code other than 0 marks the run as failed."""
+        """Flushes and closes every sink; a second call does nothing. `exit_code` other than 0: the run has failed."""
         for name, sink in self._sinks.items():
             try:
                 sink.close(exit_code)

@@ -1,8 +1,8 @@
 """wandb, kept at arm's length: one thread owns the run, and training only ever puts records into its queue.
 
 A service that is down, slow or refuses the key therefore costs a warning; the run is then recorded offline, ready for
-`wandb sync`. The x axis is "tokens" by define_metric, and wandb's own step is the number of rows ever logged, which never
-goes back: wandb drops rows whose step does, and a run resumed from an older checkpoint goes back in steps and tokens.
+`wandb sync`. The x axis is "tokens" by define_metric, and wandb's own step is the number of rows ever logged, which
+never goes back: wandb drops rows whose step does, and a run resumed from an older checkpoint goes back in its steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FINISH_TIMEOUT = 60.0  # seconds that the end of a run waits for uploads
 
 
 def run_id(folder: Path) -> str:
-    """The run's wandb id: $WANDB_RUN_ID, else what the run's folder remembers, else a new one that it then remembers."""
+    """The run's wandb id: $WANDB_RUN_ID, else the one that its folder remembers, else a new one for it to remember."""
     path = folder / RUN_ID_FILE
     known = os.environ.get("WANDB_RUN_ID") or (path.read_text(encoding="utf-8").strip() if path.exists() else "")
     if not known:
@@ -142,13 +142,12 @@ class WandbSink:
         return run
 
     def _row_values(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Lists, which are loads per expert, become histograms with one bin an expert: wandb draws them as heat maps."""
-        return {
-            name: self._wandb.Histogram(np_histogram=(value, list(range(len(value) + 1))))
-            if isinstance(value, list)
-            else value
-            for name, value in record.items()
-        }
+        """`record` with its lists, which are loads per expert, as histograms: one bin an expert, drawn as a heat map."""
+
+        def histogram(load: list[float]) -> Any:
+            return self._wandb.Histogram(np_histogram=(load, list(range(len(load) + 1))))
+
+        return {name: histogram(value) if isinstance(value, list) else value for name, value in record.items()}
 
 
 def _one_line(error: Exception) -> str:
