@@ -160,7 +160,7 @@ def _check_keys(values: Mapping[str, Any], name: str) -> None:
 
 
 def load_model_params(model: str, flags: Mapping[str, Any] | None = None) -> ModelParams:
-    """Reads a model name or JSON file; `flags` (names of `FLAGS`) fill what the JSON leaves open. Raises `UserError`."""
+    """Reads a model name or JSON file; `flags` (names in `FLAGS`) fill what it leaves open. Raises `UserError`."""
     values = read_model_json(model)
     chosen = {key: value for key, value in (flags or {}).items() if key in FLAGS and value is not None}
     for key, field in _MODEL_KEYS.items():
@@ -170,7 +170,7 @@ def load_model_params(model: str, flags: Mapping[str, Any] | None = None) -> Mod
 
 
 def load_model(model: str, flags: Mapping[str, Any], moe: MoEConfig) -> tuple[ModelParams, MoEConfig]:
-    """Model and MoE settings of a model name or JSON file, whose values win over `flags` and `moe`. Raises `UserError`."""
+    """Model and MoE settings of a name or JSON file, whose values win over `flags` and `moe`. Raises `UserError`."""
     merged = moe.to_dict()
     for key, value in read_model_json(model).items():
         if key == "moe_freq" and value == 0:
