@@ -1,0 +1,1 @@
+"""Data: shards and manifests in open_lm's format, the loader, `prepare`, and the embedded corpus."""
