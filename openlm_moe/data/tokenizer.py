@@ -25,7 +25,7 @@ def import_tokenizers() -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        raise UserError('this needs the tokenizers package: pip install "openlm-moe[data]"') from error
+        raise UserError('this needs the tokenizers package: pip install "openlm-moe[tokenizers]"') from error
     return tokenizers
 
 
