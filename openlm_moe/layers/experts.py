@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from openlm_moe.layers.init import expert_matrix, expert_std, truncated_normal
+from openlm_moe.layers.init import expert_matrix, expert_std, local_part, truncated_normal
 from openlm_moe_kernels import RoutePlan, expert_ffn
 
 
@@ -36,10 +36,11 @@ class Experts(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Fills both stacks, one expert's matrix at a time. For sharded weights see `openlm_moe.parallel`."""
+        """Fills both stacks, or this rank's share of them, one expert's matrix at a time."""
         for matrix in ("w1", "w2"):
-            for expert, weight in enumerate(getattr(self, matrix)):
-                weight.copy_(self.initial_matrix(seed, expert, matrix))
+            weight, (experts, *inner) = local_part(getattr(self, matrix))
+            for expert in range(experts.start, experts.stop):
+                weight[expert - experts.start].copy_(self.initial_matrix(seed, expert, matrix)[tuple(inner)])
 
     def forward(self, x_SD: Tensor, weights_SK: Tensor, plan: RoutePlan) -> Tensor:
         """Sum over k of weight times expert: (S, D), in the dtype of x, or autocast's where that is on."""
@@ -75,7 +76,9 @@ class SharedExperts(nn.Module):
         """Fills both matrices with the deviations of a single expert."""
         for name, weight in (("w1", self.w1), ("w2", self.w2)):
             std = expert_std(name, self.w1.shape[1], self.hidden_dim, self.layer_id)
-            weight.copy_(truncated_normal(tuple(weight.shape), std, seed, "layers", self.layer_id, "shared", name))
+            whole = truncated_normal(tuple(weight.shape), std, seed, "layers", self.layer_id, "shared", name)
+            local, where = local_part(weight)
+            local.copy_(whole[where])
 
     def forward(self, x_TD: Tensor) -> Tensor:
         hidden = F.linear(x_TD, self.w1)

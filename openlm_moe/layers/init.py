@@ -11,6 +11,8 @@ import math
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
 def generator(seed: int, *key: str | int) -> torch.Generator:
@@ -38,3 +40,11 @@ def expert_std(matrix: str, dim: int, hidden_dim: int, layer_id: int) -> float:
 def expert_matrix(seed: int, layer_id: int, expert: int, matrix: str, shape: tuple[int, int], std: float) -> Tensor:
     """One expert's initial matrix `w1` or `w2`, fp32 on the CPU; `expert` is its global id."""
     return truncated_normal(shape, std, seed, "layers", layer_id, "experts", matrix, expert)
+
+
+def local_part(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+    """This process's part of `parameter`, to be written to, and where in the whole it lies, a slice for each dim."""
+    if not isinstance(parameter, DTensor):
+        return parameter, tuple(slice(0, size) for size in parameter.shape)
+    sizes, starts = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return parameter.to_local(), tuple(slice(a, a + n) for a, n in zip(starts, sizes, strict=True))

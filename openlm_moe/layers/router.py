@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from openlm_moe.config import MoEConfig
-from openlm_moe.layers.init import truncated_normal
+from openlm_moe.layers.init import local_part, truncated_normal
 from openlm_moe.layers.recompute import remember
 
 
@@ -42,7 +42,9 @@ class Router(nn.Module):
     def init_weights(self, seed: int, layer_id: int) -> None:
         """Fills the weight by open_lm's rule for a linear layer; see `layers.init`."""
         std = self.weight.shape[1] ** -0.5
-        self.weight.copy_(truncated_normal(tuple(self.weight.shape), std, seed, "layers", layer_id, "router"))
+        whole = truncated_normal(tuple(self.weight.shape), std, seed, "layers", layer_id, "router")
+        local, where = local_part(self.weight)
+        local.copy_(whole[where])
         if self.expert_bias is not None:
             self.expert_bias.zero_()
 

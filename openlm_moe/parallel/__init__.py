@@ -2,6 +2,7 @@
 
 from openlm_moe.parallel.checkpoint import Checkpointer
 from openlm_moe.parallel.clip import clip_grad_norm_
+from openlm_moe.parallel.fsdp import apply_expert_parallel, apply_fsdp, gradient_sync, materialise, parallelize
 from openlm_moe.parallel.mesh import Layout, init_distributed, make_layout, shutdown
 from openlm_moe.parallel.stop import StopRequest
 
@@ -9,8 +10,13 @@ __all__ = [
     "Checkpointer",
     "Layout",
     "StopRequest",
+    "apply_expert_parallel",
+    "apply_fsdp",
     "clip_grad_norm_",
+    "gradient_sync",
     "init_distributed",
     "make_layout",
+    "materialise",
+    "parallelize",
     "shutdown",
 ]

@@ -206,7 +206,7 @@ def complete_checkpoints(folder: Path | str) -> list[Path]:
 
 
 def read_checked_index(path: Path) -> Any:
-    """The checkpoint's index. Raises `UserError` if `path` is no complete checkpoint, or one that is not safe to read."""
+    """The checkpoint's index. Raises `UserError` if `path` is no complete checkpoint, or not safe to read."""
     if not (path / MARKER).exists():
         raise UserError(f"{path} is no complete checkpoint (it has no file {MARKER}); give a step_ folder that has one")
     try:

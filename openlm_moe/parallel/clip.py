@@ -19,7 +19,7 @@ def clip_grad_norm_(parameters: Iterable[torch.nn.Parameter], max_norm: float | 
     `max_norm=None` only measures.
 
     `torch.nn.utils.clip_grad_norm_` cannot do this: it refuses parameters on more than one mesh. Here each rank adds up
-    the squares of what it holds, divided by how often each element is held, and one all-reduce over the world joins them.
+    the squares of what it holds, divided by how often each element is held, and one all-reduce joins them.
     """
     grads = [p.grad for p in parameters if p.grad is not None]
     world = dist.get_world_size() if dist.is_initialized() else 1

@@ -33,8 +33,9 @@ class Layout:
     device: torch.device
     expert_parallel: int = 1
     fsdp: bool = False
-    dense_mesh: DeviceMesh | None = None  # (replicate, shard), for every parameter outside the experts
-    expert_mesh: DeviceMesh | None = None  # (replicate, shard), what is left for the experts without the ep ranks
+    # Meshes of (shard,) or (replicate, shard):
+    dense_mesh: DeviceMesh | None = None  # for every parameter outside the experts
+    expert_mesh: DeviceMesh | None = None  # for the experts: the ranks that hold the same ones
     ep_mesh: DeviceMesh | None = None  # (ep,); None when every rank holds all experts
 
     @property
@@ -137,17 +138,17 @@ def _single_backend(device: torch.device) -> str:
 
 
 def _meshes(world: int, span: int, ep: int, fsdp: bool, device: torch.device) -> dict[str, DeviceMesh | None]:
-    """Every mesh covers the whole world and has a `replicate` and a `shard` dimension, of size 1 where unused."""
-    if fsdp:
-        names = ("replicate", "shard", "ep")
-        cube = init_device_mesh(device.type, (world // span, span // ep, ep), mesh_dim_names=names)
-        cube["shard", "ep"]._flatten("shard_ep")
-        dense = cube["replicate", "shard_ep"]
-    else:
-        cube = init_device_mesh(device.type, (world // ep, 1, ep), mesh_dim_names=("replicate", "shard", "ep"))
+    names = ("replicate", "shard", "ep")
+    if not fsdp:
+        cube = init_device_mesh(device.type, (world // ep, 1, ep), mesh_dim_names=names)
         dense = init_device_mesh(device.type, (world, 1), mesh_dim_names=("replicate", "shard"))
-    return {
-        "dense_mesh": dense,
-        "expert_mesh": cube["replicate", "shard"],
-        "ep_mesh": cube["ep"] if ep > 1 else None,
-    }
+        return _named(dense, cube["replicate", "shard"], cube, ep)
+    cube = init_device_mesh(device.type, (world // span, span // ep, ep), mesh_dim_names=names)
+    cube["shard", "ep"]._flatten("shard_ep")
+    if world == span:  # a replicate dimension of 1 would cost an all-reduce of one rank with itself
+        return _named(cube["shard_ep"], cube["shard"], cube, ep)
+    return _named(cube["replicate", "shard_ep"], cube["replicate", "shard"], cube, ep)
+
+
+def _named(dense: DeviceMesh, expert: DeviceMesh, cube: DeviceMesh, ep: int) -> dict[str, DeviceMesh | None]:
+    return {"dense_mesh": dense, "expert_mesh": expert, "ep_mesh": cube["ep"] if ep > 1 else None}

@@ -1,0 +1,66 @@
+"""Training on several ranks against one process on the joined batch. Arguments: expert-parallel, fsdp|replicate|hybrid."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import toy
+import torch
+import torch.distributed as dist
+
+from openlm_moe import MoEConfig
+from openlm_moe.parallel import gradient_sync, make_layout, parallelize
+
+SEQUENCES, STEPS = 16, 3
+
+
+def compare(config: MoEConfig, layout: Any, dtype: torch.dtype, accumulation: int, kind: str, reentrant: bool) -> dict[str, float]:
+    """Largest relative differences over STEPS steps of SGD."""
+    reference = toy.build(config, dtype)
+    model = parallelize(toy.build(config, dtype), layout)
+    model.set_checkpointing(kind, reentrant)
+    sgd = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (reference, model)]
+    rank, world = layout.rank, layout.world_size
+    found = dict.fromkeys(("loss", "grad", "input", "norm", "weights"), 0.0)
+    for step in range(STEPS):
+        tokens = toy.batch(step, SEQUENCES)
+        total = tokens[:, 1:].numel()
+        wanted_loss, wanted_inputs = toy.train_step(reference, tokens, total)
+        mine = toy.share_of_rank(tokens, rank, world)
+        loss, inputs = toy.train_step(model, mine, total, accumulation)
+        before = sum(toy.share_of_rank(tokens, r, world).shape[0] for r in range(rank)) * toy.LENGTH
+        wanted_inputs = [grad[before : before + mine.shape[0] * toy.LENGTH] for grad in wanted_inputs]
+        norm, wanted_norm = toy.norm_of(model), toy.norm_of(reference)
+        differences = {
+            "loss": abs(toy.sum_over_ranks(loss).item() / wanted_loss.item() - 1),
+            "grad": toy.worst(toy.gradients(model), toy.gradients(reference)),
+            "input": toy.worst(inputs, wanted_inputs),
+            "norm": abs(norm.item() / wanted_norm.item() - 1) if toy.same_on_all_ranks(norm) else float("inf"),
+        }
+        for optimizer in sgd:
+            optimizer.step()
+            optimizer.zero_grad()
+        differences["weights"] = toy.worst(toy.weights(model), toy.weights(reference))
+        found = {key: max(value, differences[key]) for key, value in found.items()}
+    return {key: toy.max_over_ranks(value) for key, value in found.items()}
+
+
+def program(arguments: list[str]) -> dict[str, Any]:
+    ep, sharding = arguments
+    layout = make_layout(sharding != "replicate", sharding == "hybrid", ep, 8, torch.device("cpu"))
+    found: dict[str, Any] = {"ep": layout.expert_parallel}
+    kinds = [("off", False), ("block", False), ("block", True), ("experts", False)]
+    for weight, accumulation, (kind, reentrant) in itertools.product((0.1, 0.0), (1, 4), kinds):
+        config = MoEConfig(num_experts=8, ffn_dim=24, balance_scope="sequence", loss_weight=weight, z_loss_weight=weight)
+        name = f"fp64 weight {weight} accumulation {accumulation} {kind}{' reentrant' if reentrant else ''}"
+        found[name] = compare(config, layout, torch.float64, accumulation, kind, reentrant)
+    config = MoEConfig(num_experts=8, ffn_dim=24, ffn="swiglu", shared_experts=1, normalize_weights=True)
+    config = MoEConfig.from_dict({**config.to_dict(), "balance_scope": "sequence"})
+    found["fp64 swiglu shared"] = compare(config, layout, torch.float64, 1, "off", False)
+    found["fp32"] = compare(config, layout, torch.float32, 4, "block", False)
+    return found
+
+
+if __name__ == "__main__":
+    toy.main(program)
