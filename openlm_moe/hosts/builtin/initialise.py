@@ -10,11 +10,9 @@ import math
 import re
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch import nn
 
-from openlm_moe.layers.init import truncated_normal
+from openlm_moe.layers.init import local_part, truncated_normal
 
 ROWS_PER_BLOCK = 1024
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
@@ -42,16 +40,11 @@ def initialise(parameter: nn.Parameter, name: str, dim: int, seed: int) -> None:
     if parameter.dim() == 1:
         parameter.fill_(1.0 if name.endswith("weight") else 0.0)
         return
-    shape, offset = tuple(parameter.shape), (0, 0)
-    local: Tensor = parameter
-    if isinstance(parameter, DTensor):
-        local = parameter.to_local()
-        _, offset = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
+    shape = tuple(parameter.shape)
     std = initial_std(name, shape, dim)
-    first, last = offset[0], offset[0] + local.shape[0]
-    columns = slice(offset[1], offset[1] + local.shape[1])
-    for start in range(first - first % ROWS_PER_BLOCK, last if local.numel() else 0, ROWS_PER_BLOCK):
+    local, (rows, columns) = local_part(parameter)
+    for start in range(rows.start - rows.start % ROWS_PER_BLOCK, rows.stop if local.numel() else 0, ROWS_PER_BLOCK):
         stop = min(start + ROWS_PER_BLOCK, shape[0])
         block = truncated_normal((stop - start, shape[1]), std, seed, name, start)
-        low, high = max(start, first), min(stop, last)
-        local[low - first : high - first].copy_(block[low - start : high - start, columns])
+        low, high = max(start, rows.start), min(stop, rows.stop)
+        local[low - rows.start : high - rows.start].copy_(block[low - start : high - start, columns])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from openlm_moe import DroplessMoE, MoEConfig, UserError, build_moe, checkpoint, moe_layers
+from openlm_moe import MoEConfig, MoELayer, UserError, build_moe, checkpoint, moe_layers
 from openlm_moe.hosts.builtin.attention import Attention, KeyValues
 from openlm_moe.hosts.builtin.feed_forward import make_feed_forward
 from openlm_moe.hosts.builtin.initialise import initialise
@@ -33,7 +33,7 @@ class Block(nn.Module):
         """x (B, S, dim) -> the same shape; mask (B, S) is False for tokens that a MoE layer leaves out."""
         h = x + self.attention(self.attention_norm(x), cache)
         y = self.ffn_norm(h)
-        return h + (self.feed_forward(y, mask) if isinstance(self.feed_forward, DroplessMoE) else self.feed_forward(y))
+        return h + (self.feed_forward(y, mask) if isinstance(self.feed_forward, MoELayer) else self.feed_forward(y))
 
 
 class Transformer(nn.Module):
