@@ -62,13 +62,8 @@ def embedded_corpus(
     May be called by any number of processes at once: one makes it, the others wait. `library` is the folder of
     sources (default: the running Python's). Raises `UserError` where there are no sources on disk.
     """
-    texts = library_texts(Path(library or sysconfig.get_path("stdlib")))
-    settings = {"format": _FORMAT, "vocab_size": vocab_size, "validation_percent": VALIDATION_PERCENT}
-    digest = content_digest(texts, settings)
-    root = cache_root(cache_dir) / "corpus"
-    with locked(root / f"{digest[:16]}.lock"):
-        tokens = _made_once(root / digest[:16], lambda folder: _tokenise(texts, settings, digest, folder))
-        packed = _made_once(tokens / f"seq_{seq_len}", lambda folder: _pack(tokens, seq_len, folder))
+    tokens = _tokenised(cache_dir, vocab_size, library)
+    packed = _made_once(tokens / f"seq_{seq_len}", lambda folder: _pack(tokens, seq_len, folder))
     record = json.loads((tokens / "record.json").read_text())
     return Corpus(
         str(packed / "train" / "manifest.jsonl"),
@@ -76,6 +71,11 @@ def embedded_corpus(
         str(tokens / "tokenizer.json"),
         record,
     )
+
+
+def embedded_tokenizer(cache_dir: str | os.PathLike[str] | None = None) -> str:
+    """The path of the embedded corpus's tokenizer file, made if need be. Raises `UserError` as `embedded_corpus`."""
+    return str(_tokenised(cache_dir, VOCAB_SIZE, None) / "tokenizer.json")
 
 
 def library_texts(library: Path) -> dict[str, str]:
@@ -103,7 +103,7 @@ def content_digest(texts: dict[str, str], settings: dict[str, object]) -> str:
     """SHA-256 over the settings and every file's path and text."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for path, text in texts.items():
-        digest.update(json.dumps([path, hashlib.sha256(text.encode()).hexdigest()]).encode())
+        digest.update(json.dumps([path, is_validation(path), hashlib.sha256(text.encode()).hexdigest()]).encode())
     return digest.hexdigest()
 
 
@@ -112,6 +112,16 @@ def is_validation(path: str) -> bool:
     if path.startswith(_NEAR_COPIES):
         return False
     return int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "big") % 100 < VALIDATION_PERCENT
+
+
+def _tokenised(
+    cache_dir: str | os.PathLike[str] | None, vocab_size: int, library: str | os.PathLike[str] | None
+) -> Path:
+    texts = library_texts(Path(library or sysconfig.get_path("stdlib")))
+    settings = {"format": _FORMAT, "vocab_size": vocab_size, "validation_percent": VALIDATION_PERCENT}
+    digest = content_digest(texts, settings)
+    folder = cache_root(cache_dir) / "corpus" / digest[:16]
+    return _made_once(folder, lambda aside: _tokenise(texts, settings, digest, aside))
 
 
 def _tokenise(texts: dict[str, str], settings: dict[str, object], digest: str, folder: Path) -> None:
@@ -131,6 +141,8 @@ def _tokenise(texts: dict[str, str], settings: dict[str, object], digest: str, f
         record[f"{name}_files"] = len(documents)
         record[f"{name}_tokens"] = len(tokens)
     (folder / "record.json").write_text(json.dumps(record, indent=1) + "\n")
+    # The package's threads have run: unless told off, it would complain when loader workers are forked.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def _pack(tokens: Path, seq_len: int, folder: Path) -> None:
@@ -148,15 +160,18 @@ def _pack(tokens: Path, seq_len: int, folder: Path) -> None:
 
 
 def _made_once(folder: Path, make: Callable[[Path], None]) -> Path:
-    """`folder`, filled by `make` if it is not there; made aside and renamed, so that it is whole or absent."""
-    if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-        try:
-            make(aside)
-            os.chmod(aside, 0o755)
-            with contextlib.suppress(OSError):  # another process was first, on a file system without locks
-                os.rename(aside, folder)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+    """`folder`, filled by `make` if it is not there; made aside and renamed, so that it is whole or absent.
+
+    Of several processes at once one makes it and the others wait.
+    """
+    with locked(folder.with_name(f"{folder.name}.lock")):
+        if not folder.is_dir():
+            aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+            try:
+                make(aside)
+                os.chmod(aside, 0o755)
+                with contextlib.suppress(OSError):  # another process was first, on a file system without locks
+                    os.rename(aside, folder)
+            finally:
+                shutil.rmtree(aside, ignore_errors=True)
     return folder

@@ -31,8 +31,8 @@ class Unigram:
 class Bigram:
     """P(w | v) = max(c(v, w) - D, 0) / c(v) + D * N1+(v, .) / c(v) * Pcont(w); Pcont alone where v was never seen.
 
-    `pairs`: sorted v * vocab_size + w of the seen bigrams; `discounted` their max(c - D, 0) / c(v); `backoff` (vocab_size,)
-    the weight of the continuation probability after each v.
+    `pairs`: sorted v * vocab_size + w of the seen bigrams; `discounted` their max(c - D, 0) / c(v); `backoff`
+    (vocab_size,) the weight of the continuation probability after each v.
     """
 
     vocab_size: int
