@@ -1,0 +1,204 @@
+"""Everything about a run that can be wrong is looked at here, before the run writes its first file."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from openlm_moe import MoEConfig, UserError
+from openlm_moe.data.corpus import Corpus
+from openlm_moe.data.evaluation import EvaluationSet, open_evaluation
+from openlm_moe.data.loader import TrainData, open_data
+from openlm_moe.hosts.builtin import run_folder
+from openlm_moe.hosts.builtin.averaging import parse_averagers
+from openlm_moe.hosts.builtin.embedded import use_embedded_corpus
+from openlm_moe.hosts.builtin.legacy import global_batch_size
+from openlm_moe.hosts.builtin.params import ModelParams, load_model
+from openlm_moe.hosts.builtin.plan import Plan
+from openlm_moe.hosts.builtin.precision import Precision, make_precision
+from openlm_moe.hosts.builtin.ranks import on_main, together
+from openlm_moe.hosts.builtin.remote_sync import fetch_run
+from openlm_moe.hosts.builtin.saving import check_same_model, find_checkpoint, read_state
+from openlm_moe.hosts.builtin.targets import Masking
+from openlm_moe.parallel import Layout, make_layout
+from openlm_moe.telemetry.sinks import parse_report_to
+
+
+@dataclass
+class Prepared:
+    """What a run will be made of. `data` and `plan` are None when a checkpoint is only evaluated."""
+
+    args: argparse.Namespace
+    layout: Layout
+    params: ModelParams
+    moe: MoEConfig
+    precision: Precision
+    masking: Masking
+    global_batch_size: int
+    folder: Path
+    report_to: tuple[str, ...]
+    corpus: Corpus | None
+    data: TrainData | None
+    validation: list[EvaluationSet]
+    plan: Plan | None
+    start_from: Path | None  # checkpoint to resume, to evaluate, or to take weights from
+    notes: list[str]
+
+    @property
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name() if self.layout.device.type == "cuda" else "CPU"
+
+
+def prepare(args: argparse.Namespace, device: torch.device) -> Prepared:
+    """Reads flags, model, data and checkpoint and checks that they fit together. Raises `UserError` on every rank.
+
+    May write into the cache folder (the embedded corpus, shard indices), and with --remote-sync and --resume latest
+    brings the run back from there.
+    """
+    params, moe = load_model(args.model, vars(args), args.moe)
+    moe.moe_layer_ids(params.n_layers)
+    parse_averagers(args.averagers)
+    report_to = parse_report_to(args.report_to)
+    layout = make_layout(
+        fsdp=args.fsdp,
+        hybrid=args.fsdp_hybrid or args.fsdp_hybrid_o2,
+        expert_parallel=args.expert_parallel,
+        num_experts=moe.num_experts,
+        device=device,
+    )
+    batch = global_batch_size(args, layout.world_size)
+    check_batch_size(batch, layout.world_size, args.accum_freq)
+
+    folder = Path(args.logs) / run_folder.run_name(args, batch // layout.world_size)
+    on_main(lambda: run_folder.check_folder(folder, args.resume))
+    start_from = on_main(lambda: _find_start(args, folder))
+
+    corpus = _everywhere(lambda: use_embedded_corpus(args, params)) if args.embedded else None
+    data = _everywhere(lambda: _open_data(args, params)) if args.dataset_manifest or args.train_data else None
+    validation = _everywhere(lambda: _open_validation(args, params)) if args.val_data else []
+    plan = None if data is None else make_plan(args, data, batch, params.seq_len)
+    if plan is None and start_from is None:
+        raise UserError("--val-data without training data evaluates a checkpoint: name it with --resume")
+    if start_from is not None:
+        on_main(lambda: check_same_model(read_state(start_from), params, moe, start_from))
+    return Prepared(
+        args,
+        layout,
+        params,
+        moe,
+        make_precision(args.precision, device),
+        make_masking(args, params.vocab_size),
+        batch,
+        folder,
+        report_to,
+        corpus,
+        data,
+        validation,
+        plan,
+        start_from,
+        [*args.notes, *moe_notes(moe)],
+    )
+
+
+def moe_notes(moe: MoEConfig) -> list[str]:
+    """What the log should say of settings that have no effect."""
+    if moe.moe_type == "dropless" and moe.capacity_factor != MoEConfig().capacity_factor:
+        return [f"--moe-capacity-factor {moe.capacity_factor:g} has no effect: dropless layers have no capacity"]
+    return []
+
+
+def check_batch_size(batch: int, world_size: int, accum_freq: int) -> None:
+    """Raises `UserError`, with sizes that would do, unless every rank gets equal micro-batches."""
+    parts = world_size * accum_freq
+    if batch % parts:
+        below, above = batch // parts * parts, (batch // parts + 1) * parts
+        raise UserError(
+            f"the global batch of {batch} samples cannot be split evenly over {world_size} ranks and --accum-freq "
+            f"{accum_freq}; use {f'{below} or ' if below else ''}{above}"
+        )
+
+
+def make_plan(args: argparse.Namespace, data: TrainData, batch: int, seq_len: int) -> Plan:
+    """How long the run is. Raises `UserError` where the data hold fewer samples than it needs."""
+    if args.train_num_samples is not None:
+        per_epoch = args.train_num_samples // seq_len
+    elif data.num_samples is None:
+        raise UserError(
+            "--multiple-data-passes and --dataset-resampled have no end: give --train-num-samples, in tokens"
+        )
+    else:
+        per_epoch = data.num_samples // args.epochs
+    plan = Plan(batch, seq_len, per_epoch, args.epochs)
+    if per_epoch < 1 or plan.total_steps < 1:
+        raise UserError(
+            f"{per_epoch * args.epochs} samples of {seq_len} tokens are less than one global batch of {batch}; "
+            "raise --train-num-samples (tokens per epoch) or lower --global-batch-size"
+        )
+    data.require(plan.total_steps * batch)
+    return plan
+
+
+def make_masking(args: argparse.Namespace, vocab_size: int) -> Masking:
+    """open_lm's masking flags; ids below 0 count from the end of the vocabulary, as they do in its data."""
+    left, pad = (
+        None if token is None else token % vocab_size for token in (args.target_mask_left, args.target_mask_individual)
+    )
+    return Masking(left, pad, args.squash_mask_left)
+
+
+def _open_data(args: argparse.Namespace, params: ModelParams) -> TrainData:
+    return open_data(
+        args.dataset_manifest or args.train_data,
+        seq_len=params.seq_len,
+        seed=args.seed,
+        mix_weights=args.train_data_mix_weights,
+        vocab_size=params.vocab_size,
+        multiple_data_passes=args.multiple_data_passes,
+        resampled=args.dataset_resampled,
+        data_key=args.data_key,
+        pad_short=args.pad_short_samples,
+        ignore_parse_errors=args.ignore_parse_errors,
+        allow_pipe=args.allow_pipe,
+        cache_dir=args.data_cache_dir,
+    )
+
+
+def _open_validation(args: argparse.Namespace, params: ModelParams) -> list[EvaluationSet]:
+    most = None
+    if args.val_num_samples is not None:
+        most = args.val_num_samples // params.seq_len
+        if most < 1:
+            raise UserError(
+                f"--val-num-samples is {args.val_num_samples} tokens, less than one sample of {params.seq_len}"
+            )
+    return open_evaluation(
+        args.val_data,
+        seq_len=params.seq_len,
+        vocab_size=params.vocab_size,
+        max_samples=most,
+        data_key=args.val_data_key or args.data_key,
+        pad_short=args.pad_short_samples,
+        ignore_parse_errors=args.ignore_parse_errors,
+        allow_pipe=args.allow_pipe,
+        cache_dir=args.data_cache_dir,
+    )
+
+
+def _find_start(args: argparse.Namespace, folder: Path) -> Path | None:
+    """The checkpoint that --resume or --pretrained names; None where `latest` finds nothing to go on from."""
+    if args.resume == "latest":
+        if args.remote_sync is not None:
+            fetch_run(folder, f"{args.remote_sync.rstrip('/')}/{folder.name}")
+        return find_checkpoint(str(folder)) if run_folder.has_checkpoint(folder) else None
+    given = args.resume or args.pretrained
+    return None if given is None else find_checkpoint(given)
+
+
+def _everywhere(function):
+    """`function()` on every rank, each keeping its own result; a `UserError` of one is raised on all."""
+    own = []
+    together(lambda: own.append(function()))
+    return own[0]
