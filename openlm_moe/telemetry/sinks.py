@@ -1,4 +1,4 @@
-"""Where metrics go: console, metrics.jsonl, tensorboard, wandb. Only rank 0 writes; a failing sink never stops training."""
+"""Where metrics go: console, metrics.jsonl, tensorboard, wandb. Rank 0 only; a failing sink never stops training."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +20,9 @@ from openlm_moe.errors import UserError
 from openlm_moe.telemetry import metrics
 
 RUN_ID_FILE = "wandb_run_id"
-INIT_TIMEOUT = 60.0  # seconds until a service that does not answer is given up
+INIT_TIMEOUT = 30.0  # seconds that wandb.init may take; training does not wait for it
 FINISH_TIMEOUT = 60.0  # seconds that the end of a run waits for uploads
+GRACE = 30.0  # what wandb adds to INIT_TIMEOUT before it gives up: it looks up the user twice, and waits 10 s more
 
 
 def run_id(folder: Path) -> str:
@@ -51,8 +53,6 @@ class WandbSink:
         group: str | None,
         first_row: int,
         warn: Callable[[str], None],
-        init_timeout: float = INIT_TIMEOUT,
-        finish_timeout: float = FINISH_TIMEOUT,
     ) -> None:
         try:
             import wandb
@@ -62,7 +62,6 @@ class WandbSink:
         self._folder = folder
         self._warn = warn
         self._row = first_row
-        self._finish_timeout = finish_timeout
         self._exit_code = 0
         self._run: Any = None
         self._arguments = {
@@ -73,8 +72,10 @@ class WandbSink:
             "id": run_id(folder),
             "dir": str(folder),
             "resume": "allow",
-            "settings": wandb.Settings(init_timeout=init_timeout, finish_timeout=finish_timeout, console="off"),
+            "settings": wandb.Settings(init_timeout=INIT_TIMEOUT, finish_timeout=FINISH_TIMEOUT, console="off"),
         }
+        self._init_deadline = time.monotonic() + INIT_TIMEOUT + GRACE
+        self._dead = False
         self._queue: queue.SimpleQueue[tuple[str, dict[str, Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
         self._thread.start()
@@ -83,22 +84,24 @@ class WandbSink:
         self._queue.put(("config", values))
 
     def log(self, record: dict[str, Any]) -> None:
-        self._queue.put(("row", record))
+        if not self._dead:
+            self._queue.put(("row", record))
 
     def close(self, exit_code: int = 0) -> None:
-        """Ends the run; waits for uploads, at most the finish timeout (and the init timeout, if it has not begun)."""
+        """Ends the run. Waits for uploads, at most FINISH_TIMEOUT, and before that for a start still under way."""
         self._exit_code = exit_code
         self._queue.put(None)
-        init_timeout = self._arguments["settings"].init_timeout
-        self._thread.join(self._finish_timeout + (init_timeout if self._run is None else 0) + 10)
+        starting = max(self._init_deadline - time.monotonic(), 0) if self._run is None else 0
+        self._thread.join(starting + FINISH_TIMEOUT + 10)
         if self._thread.is_alive():
-            self._warn(f"warning: wandb is still busy; what is missing online can be sent with: {self._sync_command()}")
-
-    def _sync_command(self) -> str:
-        return f"wandb sync {self._folder / 'wandb'}/*run-*"
+            command = f"wandb sync --include-online {self._folder / 'wandb'}/*run-*"
+            self._warn(f"warning: wandb is still busy; send what is missing with: {command}")
 
     def _work(self) -> None:
         self._run = self._start()
+        if self._run is None:
+            self._dead = True
+            return
         failed = False
         for kind, values in iter(self._queue.get, None):
             try:
@@ -113,8 +116,7 @@ class WandbSink:
                     self._warn(
                         f"warning: wandb does not take metrics ({_one_line(error)}); training goes on without it"
                     )
-        if self._run is not None:
-            self._run.finish(exit_code=self._exit_code)
+        self._run.finish(exit_code=self._exit_code)
 
     def _start(self) -> Any:
         """A run: online if the service answers, else offline; None if even that fails."""
@@ -126,9 +128,10 @@ class WandbSink:
         except Exception as error:
             self._warn(
                 f"warning: wandb is not reachable ({_one_line(error)}); the run is recorded offline, "
-                f"send it later with: {self._sync_command()}"
+                f"send it later with: wandb sync {self._folder / 'wandb'}/offline-run-*"
             )
         try:
+            self._wandb.teardown()  # wandb's own process still holds the run's id after a failed start
             return self._init("offline")
         except Exception as error:
             self._warn(f"warning: wandb does not start ({_one_line(error)}); training goes on without it")
@@ -142,7 +145,7 @@ class WandbSink:
         return run
 
     def _row_values(self, record: dict[str, Any]) -> dict[str, Any]:
-        """`record` with its lists, which are loads per expert, as histograms: one bin an expert, drawn as a heat map."""
+        """`record` with its lists, which are loads per expert, as histograms, one bin an expert: drawn as heat maps."""
 
         def histogram(load: list[float]) -> Any:
             return self._wandb.Histogram(np_histogram=(load, list(range(len(load) + 1))))
