@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -105,7 +106,8 @@ class Console:
             self._bar.write(text, file=self._stream)
 
     def _write_log(self, text: str) -> None:
-        self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        with contextlib.suppress(OSError):  # a full disk must not end the run
+            self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
     def close(self, exit_code: int = 0) -> None:
         if self._bar is not None:

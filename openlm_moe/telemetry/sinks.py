@@ -116,9 +116,7 @@ class Sinks:
             except Exception as error:  # a full disk or a reporter's bug must not end a run of days
                 if name not in self._failed:
                     self._failed.add(name)
-                    self.say(
-                        f"warning: {name} does not take metrics ({type(error).__name__}: {error}); training goes on"
-                    )
+                    self.say(f"warning: {name} takes no metrics ({type(error).__name__}: {error}); training goes on")
 
     def say(self, text: str) -> None:
         """Prints one line for people, beside the progress bar if there is one; it also goes to out.log."""

@@ -45,7 +45,7 @@ def _values(items: Any) -> dict[str, Any]:
 
 
 class RunFile:
-    """What one offline folder holds: `.run` (protobuf), `.config`, `.history` rows, defined `.metrics`, `.exit_code`."""
+    """What one offline folder holds: `.run`, `.config`, `.history` (rows), `.metrics` (definitions), `.exit_code`."""
 
     def __init__(self, folder: Path) -> None:
         (self.path,) = folder.glob("run-*.wandb")
