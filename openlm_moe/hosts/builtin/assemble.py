@@ -10,6 +10,7 @@ import torch
 from openlm_moe.hosts.builtin import run_folder
 from openlm_moe.hosts.builtin.averaging import make_averagers
 from openlm_moe.hosts.builtin.build import build_model
+from openlm_moe.hosts.builtin.count import count_parameters, flops_per_token, short_count
 from openlm_moe.hosts.builtin.optimizer import make_optimizer
 from openlm_moe.hosts.builtin.precision import LossScale
 from openlm_moe.hosts.builtin.prepare import Prepared
@@ -21,7 +22,6 @@ from openlm_moe.hosts.builtin.step import StepRules
 from openlm_moe.hosts.builtin.train import Run
 from openlm_moe.hosts.builtin.verify import verify_kernels
 from openlm_moe.parallel import StopRequest
-from openlm_moe.plan.parameters import count_parameters, short_count
 from openlm_moe.telemetry.meters import StepMeter
 from openlm_moe.telemetry.peaks import peak_flops
 from openlm_moe.telemetry.sinks import Sinks
@@ -110,7 +110,7 @@ def assemble(p: Prepared) -> Run:
         sinks=sinks,
         meter=StepMeter(
             layout.world_size,
-            None,
+            flops_per_token(p.params, p.moe),
             peak_flops(p.device_name, compute) if layout.device.type == "cuda" else None,
             layout.device,
         ),

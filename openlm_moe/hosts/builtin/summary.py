@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from openlm_moe.hosts.builtin.count import count_parameters, short_count
 from openlm_moe.hosts.builtin.generate import continue_text
 from openlm_moe.hosts.builtin.saving import CHECKPOINTS
 from openlm_moe.hosts.builtin.train import mean_recent_loss
-from openlm_moe.plan.parameters import count_parameters, short_count
 from openlm_moe.telemetry.meters import perplexity
 
 if TYPE_CHECKING:

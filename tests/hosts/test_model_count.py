@@ -6,9 +6,15 @@ import pytest
 import torch
 
 from openlm_moe import MoEConfig
+from openlm_moe.hosts.builtin.count import (
+    build_on_meta,
+    count_parameters,
+    flops_per_token,
+    forward_flops_per_token,
+    short_count,
+)
 from openlm_moe.hosts.builtin.model import Transformer
 from openlm_moe.hosts.builtin.params import FFN_TYPES, NORMS, ModelParams, load_model_params
-from openlm_moe.plan.parameters import build_on_meta, count_parameters, short_count
 
 # open_lm's MOE.md: parameters in training with 8 and 32 experts, and with the 2 experts that a token uses.
 PUBLISHED = {
@@ -84,7 +90,46 @@ def test_nothing_is_allocated() -> None:
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(999, "999"), (1000, "1.0K"), (68_890_176, "68.9M"), (164_449_999, "164.4M"), (999_960_000, "1.0B"), (7.9e9, "7.9B")],
+    [
+        (999, "999"),
+        (1000, "1.0K"),
+        (68_890_176, "68.9M"),
+        (164_449_999, "164.4M"),
+        (999_960_000, "1.0B"),
+        (7.9e9, "7.9B"),
+    ],
 )
 def test_short_count(number: float, text: str) -> None:
     assert short_count(number) == text
+
+
+def matmul_flops_of_one_forward(p: ModelParams, moe: MoEConfig) -> float:
+    """What torch's own counter sees in a forward of one sequence, experts left out since they are one custom op."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = Transformer(p, moe)
+    model.init_weights(0)
+    counter = FlopCounterMode(display=False)
+    with counter, torch.no_grad():
+        model(torch.zeros(1, p.seq_len, dtype=torch.int64))
+    by_operation = {str(name): flops for name, flops in counter.get_flop_counts()["Global"].items()}
+    return sum(flops for name, flops in by_operation.items() if "attention" not in name)
+
+
+@pytest.mark.parametrize("ffn_type", ["swiglu", "gelu"])
+def test_flops_against_torchs_counter(ffn_type: str) -> None:
+    p = ModelParams(32, 3, 4, 16, 50, ffn_type=ffn_type, n_kv_heads=2)
+    for moe in (MoEConfig(num_experts=0), MoEConfig(num_experts=4, every=2)):
+        count = count_parameters(p, moe)
+        parts = forward_flops_per_token(p, moe, count)
+        counted = sum(parts.values()) - parts["attention scores"] - parts["experts"]
+        assert matmul_flops_of_one_forward(p, moe) == pytest.approx(counted * p.seq_len)
+        assert flops_per_token(p, moe) == 3 * sum(parts.values())
+
+
+def test_flops_of_experts_and_attention_by_hand() -> None:
+    p, moe = ModelParams(32, 4, 4, 16, 50), MoEConfig(num_experts=8, top_k=2)
+    parts = forward_flops_per_token(p, moe, count_parameters(p, moe))
+    assert parts["experts"] == 2 * 2 * 2 * (2 * 32 * 128)  # 2 layers x 2 experts x (2 matrices), 2 FLOPs a weight
+    scores_and_values = [2 * 2 * 32 * keys for keys in range(1, 17)]
+    assert parts["attention scores"] == pytest.approx(4 * sum(scores_and_values) / 16)

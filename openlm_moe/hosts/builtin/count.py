@@ -1,4 +1,4 @@
-"""How many parameters a model has, trains with, and uses for a token. Counted on the meta device: nothing is allocated."""
+"""Parameters and FLOPs of a model: in total, and for one token. Counted on the meta device: nothing is allocated."""
 
 from __future__ import annotations
 
@@ -73,6 +73,30 @@ def _kind(name: str, moe_names: tuple[str, ...]) -> str:
     if "feed_forward" in name:
         return "dense_ffn"
     return {"tok_embeddings.weight": "embedding", "output.weight": "head"}.get(name, "norms")
+
+
+def forward_flops_per_token(params: ModelParams, moe: MoEConfig, count: ParameterCount) -> dict[str, float]:
+    """{part of the model: FLOPs of its matrix multiplies for one token in forward}; 2 per weight that it meets.
+
+    Attention scores count the keys that a causal query sees, (seq_len + 1) / 2 on average.
+    """
+    return {
+        "attention projections": 2.0 * count.attention,
+        "attention scores": 2.0 * params.n_layers * params.n_heads * params.head_dim * (params.seq_len + 1),
+        "dense feed-forward": 2.0 * count.dense_ffn,
+        "experts": 2.0 * (count.experts * count.top_k_share + count.shared_experts),
+        "router": 2.0 * count.router,
+        "head": 2.0 * count.head,
+    }
+
+
+def flops_per_token(params: ModelParams, moe: MoEConfig) -> float:
+    """Active FLOPs of one token in training: forward, and twice as many in backward. Recomputation does not count.
+
+    As PaLM's MFU (arXiv 2204.02311, appendix B) with active parameters, but half the attention scores, since causal
+    attention needs no more; embedding lookup, norms and activations count nothing.
+    """
+    return 3 * sum(forward_flops_per_token(params, moe, count_parameters(params, moe)).values())
 
 
 def short_count(number: float) -> str:
