@@ -57,10 +57,10 @@ class Cluster:
     env: dict[str, str]
     daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
-    def command(self, *words: object, timeout: float = 30) -> str:
+    def command(self, *words: object, timeout: float = 30, cwd: Path | None = None) -> str:
         """Runs a SLURM command; its stdout. Raises for a failure."""
         done = subprocess.run(
-            [str(w) for w in words], env={**os.environ, **self.env}, text=True, capture_output=True, timeout=timeout
+            [str(w) for w in words], env={**os.environ, **self.env}, text=True, capture_output=True, timeout=timeout, cwd=cwd
         )
         assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
         return done.stdout.strip()

@@ -6,7 +6,7 @@ ROOT=Path(__file__).resolve().parents[2]
 @pytest.fixture
 def submit(cluster, tmp_path):
     def go(*flags, nodes=2, **kw):
-        out=cluster.command(sys.executable, ROOT/"launch/submit.py","--nodes",nodes,"--gpus-per-node",0,"--time","10:00","--",*flags,"--logs",tmp_path/"logs","--name","a run")
+        out=cluster.command(sys.executable, ROOT/"launch/submit.py","--nodes",nodes,"--gpus-per-node",0,"--time","10:00","--",*flags,"--logs",tmp_path/"logs","--name","a run",cwd=tmp_path)
         return out.split("job ")[1].split(";")[0]
     return go
 def show(tmp_path, job):
