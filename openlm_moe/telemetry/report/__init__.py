@@ -1,0 +1,1 @@
+"""`python -m openlm_moe.telemetry.report RUN... --out DIR`: one HTML page and PNGs from the metrics.jsonl of runs."""
