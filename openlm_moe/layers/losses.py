@@ -25,7 +25,7 @@ ReduceCounts = Callable[[str, Tensor], Tensor]
 
 def count_tokens(experts_TK: Tensor, n_experts: int, n_sequences: int = 1) -> Tensor:
     """How many slots of each sequence go to each expert: int64 (B, E). Slots without expert (id E) are not counted."""
-    ids_BN = experts_TK.reshape(n_sequences, experts_TK.numel() // n_sequences)
+    ids_BN = experts_TK.reshape(n_sequences, experts_TK.numel() // max(n_sequences, 1))
     counts = ids_BN.new_zeros(n_sequences, n_experts + 1).scatter_add_(1, ids_BN, torch.ones_like(ids_BN))
     return counts[:, :n_experts]
 

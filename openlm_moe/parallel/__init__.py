@@ -1,5 +1,6 @@
 """How a model is spread over processes: meshes, sharding, expert parallelism, clipping, checkpoints."""
 
+from openlm_moe.parallel.check import PlanError, check_plan
 from openlm_moe.parallel.checkpoint import Checkpointer
 from openlm_moe.parallel.clip import clip_grad_norm_
 from openlm_moe.parallel.fsdp import apply_expert_parallel, apply_fsdp, gradient_sync, materialise, parallelize
@@ -9,9 +10,11 @@ from openlm_moe.parallel.stop import StopRequest
 __all__ = [
     "Checkpointer",
     "Layout",
+    "PlanError",
     "StopRequest",
     "apply_expert_parallel",
     "apply_fsdp",
+    "check_plan",
     "clip_grad_norm_",
     "gradient_sync",
     "init_distributed",

@@ -1,21 +1,23 @@
-"""Training on several ranks against one process on the joined batch. Arguments: expert-parallel, fsdp|replicate|hybrid."""
+"""Several ranks against one process on the joined batch. Arguments: expert-parallel, fsdp|replicate|hybrid."""
 
 from __future__ import annotations
 
 import itertools
+import os
 from typing import Any
 
-import toy
 import torch
-import torch.distributed as dist
+import toy
 
 from openlm_moe import MoEConfig
-from openlm_moe.parallel import gradient_sync, make_layout, parallelize
+from openlm_moe.parallel import make_layout, parallelize
 
 SEQUENCES, STEPS = 16, 3
 
 
-def compare(config: MoEConfig, layout: Any, dtype: torch.dtype, accumulation: int, kind: str, reentrant: bool) -> dict[str, float]:
+def compare(
+    config: MoEConfig, layout: Any, dtype: torch.dtype, accumulation: int, kind: str, reentrant: bool
+) -> dict[str, float]:
     """Largest relative differences over STEPS steps of SGD."""
     reference = toy.build(config, dtype)
     model = parallelize(toy.build(config, dtype), layout)
@@ -48,11 +50,15 @@ def compare(config: MoEConfig, layout: Any, dtype: torch.dtype, accumulation: in
 
 def program(arguments: list[str]) -> dict[str, Any]:
     ep, sharding = arguments
+    if sharding == "hybrid":  # as if two nodes of two ranks each
+        os.environ["LOCAL_WORLD_SIZE"] = "2"
     layout = make_layout(sharding != "replicate", sharding == "hybrid", ep, 8, torch.device("cpu"))
     found: dict[str, Any] = {"ep": layout.expert_parallel}
     kinds = [("off", False), ("block", False), ("block", True), ("experts", False)]
     for weight, accumulation, (kind, reentrant) in itertools.product((0.1, 0.0), (1, 4), kinds):
-        config = MoEConfig(num_experts=8, ffn_dim=24, balance_scope="sequence", loss_weight=weight, z_loss_weight=weight)
+        config = MoEConfig(
+            num_experts=8, ffn_dim=24, balance_scope="sequence", loss_weight=weight, z_loss_weight=weight
+        )
         name = f"fp64 weight {weight} accumulation {accumulation} {kind}{' reentrant' if reentrant else ''}"
         found[name] = compare(config, layout, torch.float64, accumulation, kind, reentrant)
     config = MoEConfig(num_experts=8, ffn_dim=24, ffn="swiglu", shared_experts=1, normalize_weights=True)

@@ -139,9 +139,11 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 def worst(found: dict[str, Tensor] | list[Tensor], expected: dict[str, Tensor] | list[Tensor]) -> float:
     """Largest difference relative to each expected tensor's largest value. Infinite where a tensor is missing."""
-    pairs = zip(found, expected, strict=True) if isinstance(expected, list) else [
-        (found.get(name), value) for name, value in expected.items()
-    ]
+    pairs = (
+        zip(found, expected, strict=True)
+        if isinstance(expected, list)
+        else [(found.get(name), value) for name, value in expected.items()]
+    )
     differences = []
     for a, b in pairs:
         if a is None or a.shape != b.shape:
