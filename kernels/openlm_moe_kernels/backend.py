@@ -3,11 +3,11 @@
 Shape letters: T tokens, K top-k, N = T*K routed rows in expert order, M rows of a generic product, D model dim,
 F expert hidden dim, E experts. In `Backend`'s functions the K and N of a product are the GEMM's own.
 
-The public functions (`ops.py`, `expert_ffn.py`) validate first and call a backend afterwards, so a backend may assume:
+The public functions validate first and call a backend afterwards, so a backend may assume:
 
 - all tensors on one device; `x`, `w` and gradients of one dtype among float16, bfloat16, float32, float64
-- `offsets` int32 (E,), contiguous, non-decreasing cumulative ends, 0 <= offsets[0], offsets[-1] <= rows; group e is rows
-  [offsets[e-1], offsets[e]) with offsets[-1] read as 0 for e = 0. Rows at and past offsets[E-1] are the tail.
+- `offsets` int32 (E,), contiguous, non-decreasing cumulative ends between 0 and the number of rows; group e is
+  rows [offsets[e-1], offsets[e]), from 0 for e = 0; rows at and past offsets[E-1] are the tail
 - tensors may be non-contiguous views with any non-negative strides, offsets beyond 2^31 elements included
 - `gather` int64 (M,): row m of the product reads x[gather[m]]; every value is in range, tail included
 - `row_scale` (M,) of any float dtype: multiplied in the accumulation dtype, after the activation
@@ -53,7 +53,13 @@ class Backend(Protocol):
         """Why this backend cannot run there, as the end of "... cannot run: "; None where it can."""
 
     def tile_map(self, offsets_E: Tensor, num_rows: int) -> Tensor:
-        """What `RoutePlan.tiles` holds for this backend: int32, made on the device, reused by every GEMM of a layer."""
+        """What `RoutePlan.tiles` holds for this backend: int32, made on the device, reused by every GEMM of a layer.
+
+        An empty `RoutePlan.tiles` means that nobody has made it.
+        """
+
+    def tile_map_shape(self, num_rows: int, num_experts: int) -> tuple[int, ...]:
+        """Shape of `tile_map`'s result, from sizes alone (they may be symbolic)."""
 
     def grouped_gemm(
         self,
@@ -158,15 +164,18 @@ def why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
         return f"{error.name or error} is not installed"
 
 
+def run(name: str, x: Tensor) -> Backend:
+    """The backend that `name` stands for, for tensors like `x`."""
+    return load(select(name, x.device, x.dtype))
+
+
 @cache
 def select(name: str, device: torch.device, dtype: torch.dtype) -> str:
     """Resolves `auto` and checks a name that was given.
 
-    `auto` takes triton where it runs and torch elsewhere, and logs choice and reason once; on a GPU that triton does not
-    serve it warns, once. A name other than `auto` is never replaced: ValueError if it is unknown or cannot run here.
+    `auto` takes triton where it runs and torch elsewhere, and logs choice and reason once; on a GPU that triton does
+    not serve it warns, once. A name other than `auto` is never replaced: ValueError where it cannot run.
     """
-    if name not in NAMES:
-        raise ValueError(f"backend is {name!r}; it must be one of {', '.join(NAMES)}")
     if name != "auto":
         if reason := why_not(name, device, dtype):
             raise ValueError(f"backend {name!r} cannot run: {reason}")

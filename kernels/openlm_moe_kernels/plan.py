@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -25,7 +24,7 @@ class RoutePlan:
     order_N: Tensor  # int64
     inverse_N: Tensor  # int64
     tokens_N: Tensor  # int64
-    tiles: Tensor  # int32, the triton backend's map from row tile to expert; empty for other backends
+    tiles: Tensor  # int32, the triton backend's map from row tile to expert; empty where triton does not run
     top_k: int
 
     def tensors(self) -> list[Tensor]:
@@ -43,28 +42,3 @@ class RoutePlan:
     @property
     def num_tokens(self) -> int:
         return self.num_rows // self.top_k
-
-
-def make_plan(expert_ids: Tensor, num_experts: int) -> RoutePlan:
-    """The plan of (T, K) or (N,) ids in [0, num_experts], already validated, with an empty tile map."""
-    top_k = expert_ids.shape[1] if expert_ids.dim() == 2 else 1
-    ids_N = expert_ids.reshape(-1).to(torch.int64).clamp(max=num_experts)
-    order_N = torch.argsort(ids_N, stable=True)
-    inverse_N = torch.empty_like(order_N)
-    inverse_N[order_N] = torch.arange(order_N.shape[0], device=order_N.device)
-    slots_E = torch.arange(num_experts, device=ids_N.device)
-    ends_E = torch.searchsorted(ids_N[order_N], slots_E, right=True)
-    counts_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
-    return RoutePlan(
-        counts_E=counts_E.to(torch.int32),
-        offsets_E=ends_E.to(torch.int32),
-        order_N=order_N,
-        inverse_N=inverse_N,
-        tokens_N=order_N // top_k,
-        tiles=ids_N.new_empty(0, dtype=torch.int32),
-        top_k=top_k,
-    )
-
-
-def route_plan(expert_ids: Tensor, num_experts: int) -> RoutePlan:
-    return make_plan(expert_ids, num_experts)

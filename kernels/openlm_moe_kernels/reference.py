@@ -1,4 +1,4 @@
-"""The reference backend: every operation said as plainly as torch allows, in the input's dtype or float32, fp64-capable.
+"""The reference backend: every operation said as plainly as torch allows, fp64-capable.
 
 Slow, and short enough to check by eye; the other backends are compared with it. Shape letters as in `backend.py`.
 """
@@ -20,6 +20,10 @@ def unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def tile_map(offsets_E: Tensor, num_rows: int) -> Tensor:
     return offsets_E.new_empty(0)
+
+
+def tile_map_shape(num_rows: int, num_experts: int) -> tuple[int, ...]:
+    return (0,)
 
 
 def groups(offsets_E: Tensor) -> list[tuple[int, int, int]]:
@@ -173,7 +177,7 @@ def ffn_backward(
     *,
     allow_tf32: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """After SonicMoE (arXiv 2512.14080): the weights' gradient is <dA, A>, so the second product is never needed again."""
+    """After SonicMoE (arXiv 2512.14080): the weights' gradient is <dA, A>; the second product is not needed again."""
     offsets, empty = plan.offsets_E, x.new_empty(0)
     g = gather_rows(dout, plan)
     da = grouped_gemm(g, w2, offsets, trans_w=True)

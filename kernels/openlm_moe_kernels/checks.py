@@ -1,0 +1,106 @@
+"""Validation in front of every operation: ValueError naming the argument, before anything is launched.
+
+Shapes, dtypes and devices are checked always. The values of indices are read only where reading them waits on nothing,
+that is for CPU tensors, and on a GPU when OPENLM_MOE_CHECK=1.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from openlm_moe_kernels.backend import ACTIVATIONS, NAMES
+from openlm_moe_kernels.plan import RoutePlan
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def require(holds: bool, name: str, problem: str) -> None:
+    if not holds:
+        raise ValueError(f"{name} {problem}")
+
+
+def matrix(name: str, t: Tensor, dims: int) -> None:
+    """A floating-point tensor of so many dimensions."""
+    require(t.dim() == dims, name, f"has shape {tuple(t.shape)}; expected {dims} dimensions")
+    require(t.dtype in FLOATS, name, f"has dtype {t.dtype}; expected one of {', '.join(map(str, FLOATS))}")
+
+
+def shape(name: str, t: Tensor, expected: tuple[int, ...], meaning: str) -> None:
+    require(tuple(t.shape) == expected, name, f"has shape {tuple(t.shape)}; expected {meaning} = {expected}")
+
+
+def like(name: str, t: Tensor, x_name: str, x: Tensor) -> None:
+    """The same dtype and device as `x`."""
+    require(t.dtype == x.dtype, name, f"has dtype {t.dtype}, but {x_name} has {x.dtype}")
+    on_device(name, t, x_name, x)
+
+
+def on_device(name: str, t: Tensor, x_name: str, x: Tensor) -> None:
+    require(t.device == x.device, name, f"is on {t.device}, but {x_name} is on {x.device}")
+
+
+def per_row(name: str, t: Tensor, rows: int, x_name: str, x: Tensor) -> None:
+    """A floating-point vector with a value a row."""
+    matrix(name, t, 1)
+    shape(name, t, (rows,), "one value a row")
+    on_device(name, t, x_name, x)
+
+
+def offsets(t: Tensor, groups: int, x_name: str, x: Tensor) -> None:
+    require(t.dtype == torch.int32, "offsets", f"has dtype {t.dtype}; expected torch.int32")
+    shape("offsets", t, (groups,), "one end a group (E,)")
+    on_device("offsets", t, x_name, x)
+
+
+def gather(t: Tensor | None, x: Tensor) -> None:
+    if t is None:
+        return
+    require(t.dtype == torch.int64, "gather", f"has dtype {t.dtype}; expected torch.int64")
+    require(t.dim() == 1, "gather", f"has shape {tuple(t.shape)}; expected one row index a row (M,)")
+    on_device("gather", t, "x", x)
+
+
+def activation(name: str | None, allowed: tuple[str | None, ...] = (None, *ACTIVATIONS)) -> None:
+    require(name in allowed, "activation", f"is {name!r}; it must be one of {', '.join(map(str, allowed))}")
+
+
+def backend(name: str) -> None:
+    require(name in NAMES, "backend", f"is {name!r}; it must be one of {', '.join(NAMES)}")
+
+
+def plan(p: RoutePlan, x_name: str, x: Tensor, rows: int | None = None, tokens: int | None = None) -> None:
+    """A plan on the device of `x`, for so many rows or tokens."""
+    on_device("plan", p.order_N, x_name, x)
+    if rows is not None:
+        require(p.num_rows == rows, "plan", f"routes {p.num_rows} rows, but {x_name} has {rows}")
+    if tokens is not None:
+        require(p.num_tokens == tokens, "plan", f"routes {p.num_tokens} tokens, but {x_name} has {tokens}")
+
+
+def readable(t: Tensor) -> bool:
+    """Whether values may be read here: on the CPU, or when the user asked for it."""
+    return t.device.type == "cpu" or os.environ.get("OPENLM_MOE_CHECK") == "1"
+
+
+def offset_values(t: Tensor, rows: int) -> None:
+    """Cumulative ends: non-decreasing, from 0 to at most the number of rows."""
+    if not readable(t):
+        return
+    last = 0
+    for e, end in enumerate(t.tolist()):
+        require(end >= last, "offsets", f"falls from {last} to {end} at group {e}; they are cumulative ends")
+        last = end
+    require(last <= rows, "offsets", f"ends at {last}, but there are {rows} rows")
+
+
+def index_values(name: str, t: Tensor | None, size: int | None) -> None:
+    """Row indices: at least 0 and, where `size` is given, below it."""
+    if t is None or t.numel() == 0 or not readable(t):
+        return
+    low, high = (value.item() for value in torch.aminmax(t))
+    require(low >= 0, name, f"holds {low}; it must be 0 or more")
+    require(size is None or high < size, name, f"holds {high}, but there are {size} rows")
