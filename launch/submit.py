@@ -82,7 +82,7 @@ def render(args: argparse.Namespace, logs: Path, name: str | None, flags: Sequen
         "output": logs / "slurm" / "%x-%j.out",
         **{option: getattr(args, option.replace("-", "_")) for option in PASSED_ON},
     }
-    header = [f"#SBATCH --{key}" + ("" if value is True else f"={value}") for key, value in options.items() if value]
+    header = [f"#SBATCH --{key}" + ("" if value is True else f"={shlex.quote(str(value))}") for key, value in options.items() if value]
     header += [f"#SBATCH --{option.lstrip('-')}" for option in args.sbatch]
     run_name = shlex.quote(name) if name else "$SLURM_JOB_NAME-$SLURM_JOB_ID"
     header += [f"LAUNCH_DIR={shlex.quote(str(LAUNCH))}", f"RUN_LOGS={shlex.quote(str(logs))}", f"RUN_NAME={run_name}"]

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).resolve().parents[2]
 DAEMONS = ("munged", "slurmctld", "slurmd")
 CONFIG = """
 ClusterName=two
@@ -39,7 +40,7 @@ MpiDefault=none
 MailProg=/bin/true
 ReturnToService=2
 SlurmdTimeout=15
-KillWait=5
+KillWait=20
 MinJobAge=600
 SchedulerParameters=sched_interval=2,bf_interval=2
 FirstJobId={first_job}
@@ -59,9 +60,8 @@ class Cluster:
 
     def command(self, *words: object, timeout: float = 30, cwd: Path | None = None) -> str:
         """Runs a SLURM command; its stdout. Raises for a failure."""
-        done = subprocess.run(
-            [str(w) for w in words], env={**os.environ, **self.env}, text=True, capture_output=True, timeout=timeout, cwd=cwd
-        )
+        env = {**os.environ, **self.env}
+        done = subprocess.run([str(w) for w in words], env=env, text=True, capture_output=True, timeout=timeout, cwd=cwd)
         assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
 
@@ -85,6 +85,14 @@ class Cluster:
                 continue
             if f"SLURMD_NODENAME={node}" in environment or f"[{node}" in _read(process / "cmdline"):
                 _kill(int(process.name))
+
+    def kill_rank(self, job: str, rank: int) -> None:
+        """kill -9 of one rank's trainer."""
+        for process in _processes():
+            environment = _read(process / "environ").splitlines()
+            if f"SLURM_JOB_ID={job}" in environment and f"RANK={rank}" in environment:
+                if "openlm_moe.main" in _read(process / "cmdline").splitlines():
+                    _kill(int(process.name))
 
     def field(self, job: str, name: str) -> str:
         """A field of `scontrol show job`, such as JobState."""
@@ -159,7 +167,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     (folder / "state").mkdir()
     (folder / "munge.key").write_bytes(os.urandom(1024))
     (folder / "munge.key").chmod(0o400)
-    cluster = Cluster(folder, {"SLURM_CONF": str(config)})
+    sources = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    cluster = Cluster(folder, {"SLURM_CONF": str(config), "PYTHONPATH": sources})
     try:
         files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
         cluster.start("munged", "munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *files)
