@@ -74,7 +74,7 @@ class TrainData:
             )
 
     def _lacking(self, samples: int) -> tuple[Source, int] | None:
-        for source, needed in zip(self.sources, self.mixture.needed(samples), strict=True):
+        for source, needed in zip(self.sources, self.mixture.taken(samples), strict=True):
             if needed > source.num_samples:
                 return source, needed
         return None

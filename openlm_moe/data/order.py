@@ -16,7 +16,7 @@ import numpy as np
 # Samples shuffled together: small data is shuffled as a whole, large data by windows of whole shards, so that only
 # a window's shards need to be at hand at a time.
 WINDOW = 65_536
-_MIX_BLOCK = 1024
+_MIX_BLOCK = 64
 _KEPT_WINDOWS = 8
 
 
@@ -50,39 +50,43 @@ def below(bounds: np.ndarray, *keys: np.ndarray | int) -> np.ndarray:
 class Mixture:
     """Which source each position of the run comes from.
 
-    The shares are exact at every block of 1024 positions (error below one sample a source), and within a block the
-    sources stand in an order shuffled by `seed`.
+    At every multiple of 64 positions the shares are right to within a sample a source; inside such a block the
+    sources follow one another in an order shuffled by `seed`.
     """
 
     weights: tuple[float, ...]
     seed: int
 
     def split(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(source numbers, indices into the sources' streams) of `positions`, all (n,) int64. A bijection."""
+        """(source numbers, indices into the sources' streams) of `positions`, all (n,) int64. A bijection.
+
+        Each source's stream is taken in order: of two positions of one source the later has the larger index.
+        """
         if len(self.weights) == 1:
             return np.zeros_like(positions), positions
-        slots = np.empty_like(positions)
-        for block in np.unique(positions // _MIX_BLOCK):
+        sources, indices = np.empty_like(positions), np.empty_like(positions)
+        for block in np.unique(positions // _MIX_BLOCK).tolist():
             here = positions // _MIX_BLOCK == block
-            shuffled = permutation(_MIX_BLOCK, self.seed, 1, int(block))
-            slots[here] = block * _MIX_BLOCK + shuffled[positions[here] % _MIX_BLOCK]
-        before, after = self._counts(slots), self._counts(slots + 1)
-        sources = np.argmax(after - before, axis=0)
-        return sources, before[sources, np.arange(len(slots))]
+            of_block, index_of_block = self._block(block)
+            sources[here] = of_block[positions[here] % _MIX_BLOCK]
+            indices[here] = index_of_block[positions[here] % _MIX_BLOCK]
+        return sources, indices
 
     def taken(self, position: int) -> list[int]:
-        """About how far into each source's stream `position` is: exact at the edges of blocks."""
-        return self._counts(np.array([position]))[:, 0].tolist()
+        """How many samples of each source the positions before `position` take."""
+        block = position // _MIX_BLOCK
+        sources, _ = self.split(np.arange(block * _MIX_BLOCK, position))
+        before = self._counts(np.array([block * _MIX_BLOCK]))[:, 0]
+        return (before + np.bincount(sources, minlength=len(self.weights))).tolist()
 
-    def needed(self, stop: int) -> list[int]:
-        """How many samples of each source's stream the positions below `stop` reach into."""
-        whole = stop // _MIX_BLOCK * _MIX_BLOCK
-        reach = self.taken(whole)
-        if stop > whole:
-            sources, indices = self.split(np.arange(whole, stop))
-            for source in range(len(self.weights)):
-                reach[source] = max([reach[source], *(indices[sources == source] + 1).tolist()])
-        return reach
+    def _block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        counts = self._counts(np.arange(block * _MIX_BLOCK, (block + 1) * _MIX_BLOCK + 1))
+        sources = np.argmax(np.diff(counts), axis=0)[permutation(_MIX_BLOCK, self.seed, 1, block)]
+        indices = np.empty_like(sources)
+        for source in range(len(self.weights)):
+            mine = np.flatnonzero(sources == source)
+            indices[mine] = counts[source, 0] + np.arange(len(mine))
+        return sources, indices
 
     def _counts(self, slots: np.ndarray) -> np.ndarray:
         """(sources, n): how many of the slots before each of `slots` belong to each source.

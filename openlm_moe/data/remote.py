@@ -81,11 +81,14 @@ class ShardCache:
         identity = self._identity(url)
         copy = self.folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.tar"
         with locked(copy.with_suffix(".lock")):
-            if not copy.exists():
-                self._download(url, copy)
+            try:
+                descriptor = os.open(copy, os.O_RDONLY)
+                with contextlib.suppress(FileNotFoundError):  # removed by another process; what is open stays readable
+                    os.utime(copy)
+            except FileNotFoundError:
+                descriptor = self._download(url, copy)
                 self._evict(keep=copy)
-            os.utime(copy)
-            return os.open(copy, os.O_RDONLY), identity
+        return descriptor, identity
 
     def check_exists(self, url: str) -> None:
         """Raises `UserError` where the remote `url` is missing or a pipe that is not allowed; downloads nothing."""
@@ -100,13 +103,14 @@ class ShardCache:
             return url
         fs, path = file_system(url)
         try:
-            return f"{url} {_retried(lambda: fs.ukey(path))}"
+            return f"{url} {_version(_retried(lambda: fs.info(path)))}"
         except FileNotFoundError as error:
             raise UserError(f"shard {url} does not exist; check the path, or the manifest that names it") from error
         except Exception as error:
             raise UserError(f"shard {url} cannot be reached: {_one_line(error)}") from error
 
-    def _download(self, url: str, copy: Path) -> None:
+    def _download(self, url: str, copy: Path) -> int:
+        """Fetches `url` to `copy` and returns a descriptor of it, opened before anyone can evict it."""
         handle, part = tempfile.mkstemp(dir=self.folder, suffix=".part")
         os.close(handle)
         try:
@@ -115,7 +119,9 @@ class ShardCache:
             else:
                 fs, path = file_system(url)
                 _retried(lambda: fs.get_file(path, part))
+            descriptor = os.open(part, os.O_RDONLY)
             os.replace(part, copy)
+            return descriptor
         except UserError:
             raise
         except Exception as error:
@@ -136,6 +142,12 @@ class ShardCache:
             if path != keep:
                 path.unlink(missing_ok=True)
                 total -= size
+
+
+def _version(info: dict[str, Any]) -> str:
+    """What tells one content of a remote file from another, of the fields that its file system has."""
+    named = ("ETag", "etag", "md5Hash", "generation", "mtime", "created", "LastModified", "last_modified")
+    return f"{info.get('size')} {next((info[name] for name in named if info.get(name)), '')}"
 
 
 def _open_local(path: str) -> tuple[int, str]:

@@ -87,7 +87,7 @@ def check_whole(path: str) -> None:
         raise UserError(f"shard {path} is empty (0 bytes); write or download it again")
     if head[:2] == b"\x1f\x8b":
         raise UserError(f"shard {path} is gzip-compressed as a whole; gunzip it (samples inside may stay compressed)")
-    if len(tail) < _END_MARKER_BYTES or any(tail):
+    if size % 512 or len(tail) < _END_MARKER_BYTES or any(tail):
         raise UserError(f"shard {path} is truncated ({size} bytes, no end-of-archive mark); write or download it again")
 
 
