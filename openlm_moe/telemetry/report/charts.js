@@ -266,7 +266,8 @@
     const draw = chart.load ? () => heatMap(figure, chart) : () => lineChart(figure, chart, hidden);
     if (!chart.load) legend(figure, chart, hidden, draw);
     let before = -1;
-    new ResizeObserver(() => { if (figure.clientWidth !== before) { before = figure.clientWidth; draw(); } }).observe(figure);
+    const resized = () => { if (figure.clientWidth !== before) { before = figure.clientWidth; draw(); } };
+    new ResizeObserver(() => requestAnimationFrame(resized)).observe(figure);
     drawers.push(draw);
   }
   const keys = () => document.querySelectorAll(".scale").forEach(scaleKey);

@@ -161,6 +161,7 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
         return Chart(key, title, tokens.label, y_label, _lines(runs, metric, tokens), **more)
 
     losses = _train_and_valid(runs, metrics.LOSS, "loss", tokens)
+    speed = {"from_zero": True}
     return [
         *(_perplexity(runs, x) for x in axes),
         Chart("loss", "Cross-entropy", tokens.label, "nats per token", losses, y_top=_after_start(losses)),
@@ -169,8 +170,8 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
         over_tokens(
             "throughput", "Throughput", "tokens/s per device", metrics.TOKENS_PER_SECOND_PER_GPU, from_zero=True
         ),
-        over_tokens("mfu", "Model FLOPs utilisation", "fraction of peak", metrics.MFU, from_zero=True),
-        over_tokens("memory", "Peak memory", "GiB", metrics.PEAK_MEMORY, from_zero=True),
+        over_tokens("mfu", "Model FLOPs utilisation", "fraction of peak", metrics.MFU, **speed),
+        over_tokens("memory", "Peak memory", "GiB", metrics.PEAK_MEMORY, **speed),
         over_tokens("grad_norm", "Gradient norm", "norm before clipping", metrics.GRAD_NORM, log_y=True),
         over_tokens("lr", "Learning rate", "learning rate", metrics.LR),
         over_tokens("violation", "Load of the busiest expert", "max/mean load - 1", metrics.MAX_VIOLATION),

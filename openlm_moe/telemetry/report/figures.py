@@ -39,6 +39,7 @@ def write_pngs(runs: Sequence[Run], out: Path) -> list[Path]:
 
 def _line_png(chart: Chart, out: Path, name: str | None = None) -> Path:
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for series in chart.series:
@@ -51,7 +52,8 @@ def _line_png(chart: Chart, out: Path, name: str | None = None) -> Path:
             axes.fill_between(*zip(*series.band, strict=True), color=colour, alpha=0.15, linewidth=0)
     if chart.log_y:
         axes.set_yscale("log")
-        axes.yaxis.set_minor_formatter(lambda value, _: short(value))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter(lambda value, _: short(value))
     axes.xaxis.set_major_formatter(lambda value, _: short(value))
     axes.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.y_label)

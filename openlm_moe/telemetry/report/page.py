@@ -33,8 +33,8 @@ def html_page(runs: Sequence[Run], title: str) -> str:
     experts, expert_items = _experts(runs, [by_id[i] for i in EXPERTS])
     body.append(experts)
     data = {"runs": [run.name for run in runs], "charts": drawn + [plain(item) for item in expert_items]}
-    # "</" inside the JSON would end the script element.
-    payload = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
+    # A "<" inside the JSON could end the script element.
+    payload = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return _file("page.html").format(
         title=escape(title), style=_file("style.css"), body="\n".join(body), data=payload, script=_file("charts.js")
     )
