@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,11 +16,11 @@ SEQUENCES, STEPS = 16, 3
 
 
 def compare(
-    config: MoEConfig, layout: Any, dtype: torch.dtype, accumulation: int, kind: str, reentrant: bool
+    config: MoEConfig, layout: Any, dtype: torch.dtype, accumulation: int, kind: str, reentrant: bool, pattern: str
 ) -> dict[str, float]:
     """Largest relative differences over STEPS steps of SGD."""
-    reference = toy.build(config, dtype)
-    model = parallelize(toy.build(config, dtype), layout)
+    reference = toy.build(config, dtype, pattern)
+    model = parallelize(toy.build(config, dtype, pattern), layout)
     model.set_checkpointing(kind, reentrant)
     sgd = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (reference, model)]
     rank, world = layout.rank, layout.world_size
@@ -48,23 +48,26 @@ def compare(
     return {key: toy.max_over_ranks(value) for key, value in found.items()}
 
 
+QUICK = [(0.1, 1, "off", False), (0.1, 4, "block", False), (0.0, 1, "experts", False)]
+KINDS = [("off", False), ("block", False), ("block", True), ("experts", False), ("experts", True)]
+
+
 def program(arguments: list[str]) -> dict[str, Any]:
-    ep, sharding = arguments
+    ep, sharding, amount = arguments
     if sharding == "hybrid":  # as if two nodes of two ranks each
         os.environ["LOCAL_WORLD_SIZE"] = "2"
     layout = make_layout(sharding != "replicate", sharding == "hybrid", ep, 8, torch.device("cpu"))
     found: dict[str, Any] = {"ep": layout.expert_parallel}
-    kinds = [("off", False), ("block", False), ("block", True), ("experts", False)]
-    for weight, accumulation, (kind, reentrant) in itertools.product((0.1, 0.0), (1, 4), kinds):
-        config = MoEConfig(
-            num_experts=8, ffn_dim=24, balance_scope="sequence", loss_weight=weight, z_loss_weight=weight
-        )
-        name = f"fp64 weight {weight} accumulation {accumulation} {kind}{' reentrant' if reentrant else ''}"
-        found[name] = compare(config, layout, torch.float64, accumulation, kind, reentrant)
-    config = MoEConfig(num_experts=8, ffn_dim=24, ffn="swiglu", shared_experts=1, normalize_weights=True)
-    config = MoEConfig.from_dict({**config.to_dict(), "balance_scope": "sequence"})
-    found["fp64 swiglu shared"] = compare(config, layout, torch.float64, 1, "off", False)
-    found["fp32"] = compare(config, layout, torch.float32, 4, "block", False)
+    pattern = "dm" if amount == "quick" else "dmmd"
+    cases = QUICK if amount == "quick" else [(w, n, *kind) for w in (0.1, 0.0) for n in (1, 4) for kind in KINDS]
+    plain = MoEConfig(num_experts=8, ffn_dim=24, balance_scope="sequence")
+    for weight, accumulation, kind, reentrant in cases:
+        config = replace(plain, loss_weight=weight, z_loss_weight=weight)
+        name = f"weight {weight}, accumulation {accumulation}, {kind}{' reentrant' if reentrant else ''}"
+        found[name] = compare(config, layout, torch.float64, accumulation, kind, reentrant, pattern)
+    gated = replace(plain, ffn="swiglu", shared_experts=1, normalize_weights=True)
+    found["swiglu, shared expert"] = compare(gated, layout, torch.float64, 1, "block", True, pattern)
+    found["fp32"] = compare(plain, layout, torch.float32, 1, "off", False, pattern)
     return found
 
 

@@ -1,0 +1,91 @@
+"""Starts process groups quickly: imports torch once, then forks the ranks of each run that it is asked for.
+
+Reads one JSON request a line on stdin: {"program", "arguments", "world", "env", "timeout", "folder"}. Rank r's output goes
+to <folder>/out.r and err.r. Answers with one JSON line: {"codes": [exit code a rank], "timed_out": bool}. When a rank
+fails, the others get a few seconds to end by themselves, as under torchrun, and are killed then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+GRACE = 20.0
+
+
+def main() -> None:
+    import torch
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp
+
+    import openlm_moe
+    import openlm_moe.parallel  # noqa: F401
+
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        print(json.dumps(run(json.loads(line))), flush=True)
+
+
+def run(request: dict[str, Any]) -> dict[str, Any]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    world = request["world"]
+    children = [start(request, rank, port) for rank in range(world)]
+    codes: dict[int, int] = {}
+    deadline, timed_out = time.monotonic() + request["timeout"], False
+    while len(codes) < world:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            codes[pid] = os.waitstatus_to_exitcode(status)
+            if codes[pid] != 0:
+                deadline = min(deadline, time.monotonic() + GRACE)
+        elif time.monotonic() > deadline:
+            timed_out = not any(codes.values())
+            for child in set(children) - codes.keys():
+                os.killpg(child, signal.SIGKILL)
+            deadline = float("inf")
+        else:
+            time.sleep(0.02)
+    return {"codes": [codes[child] for child in children], "timed_out": timed_out}
+
+
+def start(request: dict[str, Any], rank: int, port: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        os.setsid()
+        for descriptor, name in ((1, f"out.{rank}"), (2, f"err.{rank}")):
+            file = os.open(Path(request["folder"]) / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(file, descriptor)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        world = str(request["world"])
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **request["env"])
+        sys.argv = [request["program"], *request["arguments"]]
+        sys.path.insert(0, str(Path(request["program"]).parent))
+        runpy.run_path(request["program"], run_name="__main__")
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()
