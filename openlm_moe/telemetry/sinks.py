@@ -66,6 +66,7 @@ class Sinks:
         self._folder = Path(folder)
         self._name = name or self._folder.name
         self._active = rank == 0
+        self._total_tokens = total_tokens
         self._sinks: dict[str, Sink] = {}
         self._failed: set[str] = set()
         self._console: Console | None = None
@@ -92,7 +93,7 @@ class Sinks:
         if not self._active:
             return
         everything = {**values, **environment()}
-        document = {"name": self._name, "config": everything}
+        document = {"name": self._name, "total_tokens": self._total_tokens, "config": everything}
         (self._folder / RUN_FILE).write_text(json.dumps(document, indent=2, default=str) + "\n", encoding="utf-8")
         for sink in self._sinks.values():
             if hasattr(sink, "config"):
