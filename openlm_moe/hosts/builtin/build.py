@@ -10,8 +10,7 @@ from torch import nn
 from openlm_moe import MoEConfig, MoELayer
 from openlm_moe.hosts.builtin.model import Transformer
 from openlm_moe.hosts.builtin.params import ModelParams
-from openlm_moe.parallel import Layout
-from openlm_moe.parallel.fsdp import materialise, parallelize
+from openlm_moe.parallel import Layout, check_plan, materialise, parallelize
 
 
 def build_model(params: ModelParams, moe: MoEConfig, args: argparse.Namespace, layout: Layout) -> nn.Module:
@@ -32,7 +31,10 @@ def build_model(params: ModelParams, moe: MoEConfig, args: argparse.Namespace, l
         )
     else:
         parallelize(model, layout)
-    return materialise(model, layout, args.seed, cpu_offload=args.fsdp_cpu_offload).train()
+    materialise(model, layout, args.seed, cpu_offload=args.fsdp_cpu_offload).train()
+    if layout.dense_mesh is not None:
+        check_plan(model)
+    return model
 
 
 def fsdp_precision(args: argparse.Namespace) -> str:

@@ -21,8 +21,8 @@ from openlm_moe.hosts.builtin.remote_sync import RemoteSync
 from openlm_moe.hosts.builtin.saving import read_state
 from openlm_moe.hosts.builtin.summary import format_table, samples, summary_table
 from openlm_moe.hosts.builtin.train import Run, TrainingFailed, train, val_batch_size
-from openlm_moe.hosts.builtin.verify import WrongKernel
 from openlm_moe.parallel import Checkpointer, init_distributed, shutdown
+from openlm_moe_kernels.verify import KernelMismatch
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         code = _run(prepare(args, init_distributed()))
     except ToldElsewhere:
         code = 2
-    except (TrainingFailed, WrongKernel) as error:
+    except (TrainingFailed, KernelMismatch) as error:
         if rank == 0:
             print(f"openlm_moe.main: stopped: {error}", file=sys.stderr)
         code = 1

@@ -40,7 +40,7 @@ class Saver:
         """Saves the run as it is. The next save removes a `transient` checkpoint."""
         for averager in run.averagers:
             keeper = self.averages[averager.name]
-            keeper.save(run.step, averager.weights, None, {"averager": averager.name, "step": run.step})
+            keeper.save(run.step, averager.weights, None, {**state_of(run), "averager": averager.name})
             keeper.wait()
         outdated = self.transient
         path = self.checkpoints.save(run.step, run.model, run.optimizer, state_of(run))

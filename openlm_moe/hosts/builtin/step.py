@@ -20,7 +20,7 @@ from openlm_moe import LossCollector, MoEConfig, collect_losses, update_expert_b
 from openlm_moe.hosts.builtin.lm_loss import summed_loss
 from openlm_moe.hosts.builtin.precision import LossScale, Precision
 from openlm_moe.hosts.builtin.targets import Example, count_targets
-from openlm_moe.parallel import clip_grad_norm_
+from openlm_moe.parallel import clip_grad_norm_, gradient_sync
 from openlm_moe.telemetry import metrics
 from openlm_moe.telemetry.meters import StepMeter
 
@@ -113,7 +113,10 @@ def train_step(
     for number, part in enumerate(parts):
         seed_everything(rules.seed, step, number, rules.rank)
         share = _valid(part, rules) / targets
-        with collect_losses(model, share=share, scale=scale.scale, reduce_counts=reduce_counts) as collector:
+        with (
+            gradient_sync(model, last=number == len(parts) - 1),
+            collect_losses(model, share=share, scale=scale.scale, reduce_counts=reduce_counts) as collector,
+        ):
             with meter.phase(metrics.FORWARD_TIME), precision.autocast():
                 logits = model(part.inputs, part.mask)
                 summed = summed_loss(logits, part.targets, rules.z_loss_coefficient > 0)
