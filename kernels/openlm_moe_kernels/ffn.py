@@ -125,9 +125,11 @@ def _gradients(
     allow_tf32: bool,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return backends.run(backend, x).ffn_backward(
+    grads = backends.run(backend, x).ffn_backward(
         dout, x, weights, w1, w2, pre, RoutePlan(*plan, top_k), activation, tuple(needs), allow_tf32=allow_tf32
     )
+    # An operator may not return one placeholder twice, as with two frozen weights.
+    return tuple(grad if need else x.new_empty(0) for grad, need in zip(grads, needs, strict=True))
 
 
 @_gradients.register_fake
