@@ -20,7 +20,10 @@ LAUNCH = Path(__file__).resolve().parent
 sys.path[1:1] = [str(LAUNCH.parent), str(LAUNCH.parent / "kernels")]  # a checkout that is not installed
 
 from openlm_moe.errors import UserError  # noqa: E402
+from openlm_moe.hosts.builtin.args import parse_args  # noqa: E402
 from openlm_moe.options import Parser  # noqa: E402
+from openlm_moe.plan import command, report  # noqa: E402
+from openlm_moe.plan.gpus import GPUS  # noqa: E402
 
 # sbatch's own names; each is passed on as it is.
 PASSED_ON = ("partition", "account", "qos", "constraint", "cpus-per-task", "cpus-per-gpu", "mem", "reservation")
@@ -66,6 +69,37 @@ def take_run_flags(flags: Sequence[str]) -> tuple[Path, str | None, list[str]]:
     if known.resume not in (None, "latest"):
         raise UserError(f"--resume {known.resume}: a job resumes its own latest checkpoint; use --pretrained for weights")
     return known.logs.absolute(), known.name, rest
+
+
+def check_flags(args: argparse.Namespace, flags: Sequence[str]) -> None:
+    """Looks at the trainer's flags now rather than when the job starts, and at the memory that they need.
+
+    Raises `UserError` for a job that does not fit its GPUs, unless --force; unknown flags end the process with code 2.
+    """
+    host, rest = Parser(prog="submit.py", add_help=False), list(flags)
+    host.add_argument("--host")
+    if host.parse_known_args(rest)[0].host == "open_lm":
+        return
+    embedded = parse_args(rest).embedded
+    named, _, count = args.gpus_per_node.rpartition(":")
+    if count == "0" or embedded:
+        return
+    kind = args.gpu or next((gpu for gpu in GPUS if gpu.lower() == named.lower()), None)
+    if kind is None:
+        print("memory was not checked: name the GPUs with --gpu", file=sys.stderr)
+        return
+    own = ["--gpu", kind, "--gpus", str(args.nodes * int(count)), "--gpus-per-node", count]
+    asked = command.parse([*rest, *own])
+    plan = report.as_dict(command.job_from(asked), command.gpu_from(asked), placed=True)
+    if plan["fits"] or args.force:
+        return
+    need, have = (plan["memory_bytes"][key] / 2**30 for key in ("peak", "available"))
+    fits = [a["change"] for a in plan["advice"]] if any(a["fits"] for a in plan["advice"]) else []
+    change = f"; it fits with {', '.join(fits)}" if fits else ""
+    raise UserError(
+        f"the job needs {need:.1f} GiB on a {kind}, which has {have:.1f} free{change} "
+        "(python -m openlm_moe.plan says more; --force submits it as it is)"
+    )
 
 
 def render(args: argparse.Namespace, logs: Path, name: str | None, flags: Sequence[str]) -> str:
@@ -114,6 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(own)
     try:
         logs, name, rest = take_run_flags(flags)
+        check_flags(args, rest)
         script = render(args, logs, name, rest)
         if args.dry_run:
             print(script, end="")

@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -168,7 +169,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     (folder / "munge.key").write_bytes(os.urandom(1024))
     (folder / "munge.key").chmod(0o400)
     sources = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    cluster = Cluster(folder, {"SLURM_CONF": str(config), "PYTHONPATH": sources})
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    cluster = Cluster(folder, {"SLURM_CONF": str(config), "PYTHONPATH": sources, "PATH": path})
     try:
         files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
         cluster.start("munged", "munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *files)
