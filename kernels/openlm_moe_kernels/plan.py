@@ -42,3 +42,9 @@ class RoutePlan:
     @property
     def num_tokens(self) -> int:
         return self.num_rows // self.top_k
+
+
+def groups(offsets_E: Tensor) -> list[tuple[int, int, int]]:
+    """(expert, first row, end) of each non-empty group. Waits on the device of the offsets."""
+    ends = offsets_E.tolist()
+    return [(e, start, end) for e, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)) if end > start]

@@ -5,13 +5,14 @@ Slow, and short enough to check by eye; the other backends are compared with it.
 
 from __future__ import annotations
 
-import math
+import sys
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from openlm_moe_kernels.plan import RoutePlan
+from openlm_moe_kernels import composition
+from openlm_moe_kernels.formulas import accumulation, activate, activate_backward
+from openlm_moe_kernels.plan import RoutePlan, groups
 
 
 def unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -24,40 +25,6 @@ def tile_map(offsets_E: Tensor, num_rows: int) -> Tensor:
 
 def tile_map_shape(num_rows: int, num_experts: int) -> tuple[int, ...]:
     return (0,)
-
-
-def groups(offsets_E: Tensor) -> list[tuple[int, int, int]]:
-    """(expert, first row, end) of each non-empty group."""
-    ends = offsets_E.tolist()
-    return [(e, start, end) for e, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)) if end > start]
-
-
-def accumulation(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums are taken in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def activate(pre: Tensor, activation: str | None) -> Tensor:
-    """GELU by its tanh approximation, silu(gate) * up with the gate half first, or the identity."""
-    if activation is None:
-        return pre
-    if activation == "gelu":
-        return F.gelu(pre, approximate="tanh")
-    gate, up = pre.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-def activate_backward(pre: Tensor, d: Tensor, activation: str | None) -> Tensor:
-    """Gradient at `pre` from `d` at the activation."""
-    if activation is None:
-        return d
-    if activation == "gelu":
-        inner = math.sqrt(2 / math.pi)
-        t = torch.tanh(inner * (pre + 0.044715 * pre**3))
-        return d * (0.5 * (1 + t) + 0.5 * pre * (1 - t * t) * inner * (1 + 3 * 0.044715 * pre**2))
-    gate, up = pre.chunk(2, dim=-1)
-    sigmoid = torch.sigmoid(gate)
-    return torch.cat([d * up * sigmoid * (1 + gate * (1 - sigmoid)), d * gate * sigmoid], dim=-1)
 
 
 def grouped_gemm(
@@ -159,9 +126,8 @@ def ffn_forward(
     keep_pre: bool = True,
     allow_tf32: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    pre = grouped_gemm(x, w1, plan.offsets_E, gather=plan.tokens_N)
-    y = grouped_gemm(activate(pre, activation), w2, plan.offsets_E)
-    return combine_topk(y, weights_TK, plan), pre if keep_pre else pre.new_empty(0, 0)
+    ops = sys.modules[__name__]
+    return composition.ffn_forward(ops, x, weights_TK, w1, w2, plan, activation, keep_pre, allow_tf32)
 
 
 def ffn_backward(
@@ -177,13 +143,5 @@ def ffn_backward(
     *,
     allow_tf32: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """After SonicMoE (arXiv 2512.14080): the weights' gradient is <dA, A>; the second product is not needed again."""
-    offsets, empty = plan.offsets_E, x.new_empty(0)
-    g = gather_rows(dout, plan)
-    da = grouped_gemm(g, w2, offsets, trans_w=True)
-    dpre, scaled_act, dscale = act_backward(pre, da, offsets, activation, weights_TK.reshape(-1)[plan.order_N])
-    dx = combine_topk(grouped_gemm(dpre, w1, offsets, trans_w=True), None, plan) if needs[0] else empty
-    dweights = dscale[plan.inverse_N].reshape(weights_TK.shape).to(weights_TK.dtype) if needs[1] else empty
-    dw1 = grouped_gemm_wgrad(x, dpre, offsets, gather=plan.tokens_N) if needs[2] else empty
-    dw2 = grouped_gemm_wgrad(scaled_act, g, offsets) if needs[3] else empty
-    return dx, dweights, dw1, dw2
+    ops = sys.modules[__name__]
+    return composition.ffn_backward(ops, dout, x, weights_TK, w1, w2, pre, plan, activation, needs, allow_tf32)
