@@ -36,7 +36,9 @@ def build_parser() -> Parser:
     parser.add_argument("--gpus-per-node", default="8", help="number, or type:number; 0 trains on CPUs with gloo")
     parser.add_argument("--processes-per-node", type=int, help="ranks a node; default: its GPUs, or 1 without any")
     parser.add_argument("--time", default="24:00:00", help="after this the job saves, requeues and resumes")
-    parser.add_argument("--save-before", type=int, default=120, metavar="SECONDS", help="of the limit that saving takes")
+    parser.add_argument(
+        "--save-before", type=int, default=120, metavar="SECONDS", help="of the limit that saving takes"
+    )
     parser.add_argument("--job-name", default="openlm-moe")
     for name in PASSED_ON:
         parser.add_argument(f"--{name}", help="as sbatch's")
@@ -67,7 +69,7 @@ def take_run_flags(flags: Sequence[str]) -> tuple[Path, str | None, list[str]]:
     parser.add_argument("--resume")
     known, rest = parser.parse_known_args(flags)
     if known.resume not in (None, "latest"):
-        raise UserError(f"--resume {known.resume}: a job resumes its own latest checkpoint; use --pretrained for weights")
+        raise UserError(f"--resume {known.resume}: a job resumes its own latest step; use --pretrained for weights")
     return known.logs.absolute(), known.name, rest
 
 
@@ -116,7 +118,11 @@ def render(args: argparse.Namespace, logs: Path, name: str | None, flags: Sequen
         "output": logs / "slurm" / "%x-%j.out",
         **{option: getattr(args, option.replace("-", "_")) for option in PASSED_ON},
     }
-    header = [f"#SBATCH --{key}" + ("" if value is True else f"={shlex.quote(str(value))}") for key, value in options.items() if value]
+    header = [
+        f"#SBATCH --{key}" + ("" if value is True else f"={shlex.quote(str(value))}")
+        for key, value in options.items()
+        if value
+    ]
     header += [f"#SBATCH --{option.lstrip('-')}" for option in args.sbatch]
     run_name = shlex.quote(name) if name else "$SLURM_JOB_NAME-$SLURM_JOB_ID"
     header += [f"LAUNCH_DIR={shlex.quote(str(LAUNCH))}", f"RUN_LOGS={shlex.quote(str(logs))}", f"RUN_NAME={run_name}"]

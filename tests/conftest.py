@@ -1,4 +1,4 @@
-"""What every test gets: one thread, fixed seeds, no network, and a way to run commands that leaves no process behind."""
+"""What every test gets: one thread, fixed seeds, no network, and a way to run commands that leaves nothing running."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def run() -> Callable[..., subprocess.CompletedProcess[str]]:
 
 @pytest.fixture(scope="session")
 def torchrun() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`torchrun(processes, *program, timeout=120, env=None, cwd=None)`: a script's path, or "-m", a module; then flags."""
+    """`torchrun(processes, *program, timeout=120, env=None, cwd=None)`: a script, or "-m" and a module; then flags."""
 
     def start(processes: int, *program: Any, timeout: float = 120, **more: Any) -> subprocess.CompletedProcess[str]:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -62,7 +63,9 @@ class Cluster:
     def command(self, *words: object, timeout: float = 30, cwd: Path | None = None) -> str:
         """Runs a SLURM command; its stdout. Raises for a failure."""
         env = {**os.environ, **self.env}
-        done = subprocess.run([str(w) for w in words], env=env, text=True, capture_output=True, timeout=timeout, cwd=cwd)
+        done = subprocess.run(
+            [str(w) for w in words], env=env, text=True, capture_output=True, timeout=timeout, cwd=cwd
+        )
         assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
 
@@ -70,7 +73,11 @@ class Cluster:
         """Starts a daemon in the foreground, with its output kept in the folder."""
         with open(self.folder / f"{name}.out", "ab") as out:
             self.daemons[name] = subprocess.Popen(
-                [str(c) for c in command], stdout=out, stderr=out, env={**os.environ, **self.env}, start_new_session=True
+                [str(c) for c in command],
+                stdout=out,
+                stderr=out,
+                env={**os.environ, **self.env},
+                start_new_session=True,
             )
 
     def start_node(self, node: str) -> None:
@@ -90,10 +97,9 @@ class Cluster:
     def kill_rank(self, job: str, rank: int) -> None:
         """kill -9 of one rank's trainer."""
         for process in _processes():
-            environment = _read(process / "environ").splitlines()
-            if f"SLURM_JOB_ID={job}" in environment and f"RANK={rank}" in environment:
-                if "openlm_moe.main" in _read(process / "cmdline").splitlines():
-                    _kill(int(process.name))
+            its = {*_read(process / "environ").splitlines(), *_read(process / "cmdline").splitlines()}
+            if {f"SLURM_JOB_ID={job}", f"RANK={rank}", "openlm_moe.main"} <= its:
+                _kill(int(process.name))
 
     def field(self, job: str, name: str) -> str:
         """A field of `scontrol show job`, such as JobState."""
@@ -135,10 +141,8 @@ def _read(path: Path) -> str:
 
 
 def _kill(pid: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def free_ports(count: int) -> list[int]:
