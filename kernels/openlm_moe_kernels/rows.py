@@ -86,7 +86,8 @@ def _(x, y, plan, top_k, backend):
 
 def _setup(ctx, inputs, output):
     first, second, plan, *ctx.settings = inputs
-    ctx.save_for_backward(first, second, *plan)
+    # The rows are needed for the gradient of the weights alone: without weights nothing of size N x D is kept.
+    ctx.save_for_backward(None if second is None else first, second, *plan)
 
 
 def _grads(ctx, first, second, plan):

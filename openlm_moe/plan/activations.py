@@ -142,7 +142,8 @@ def shared_bytes(job: Job) -> int:
 def head_bytes(job: Job) -> int:
     """Embedding, last norm, head and cross-entropy, per token."""
     p = job.params
-    kept = norm_bytes(job, p.dim, job.residual_bytes) * (2 if p.post_embed_norm else 1)
+    kept = norm_bytes(job, p.dim, job.residual_bytes)
+    kept += norm_bytes(job, p.dim, job.embedding_bytes) if p.post_embed_norm else 0
     kept += p.dim * job.compute_bytes  # input of the head
     kept += p.vocab_size * 4 * (2 if job.z_loss else 1)  # log-probabilities; the z-loss keeps the logits too
     return kept + 2 * INDEX  # tokens and targets

@@ -95,9 +95,15 @@ class Job:
         return 2 if self.autocast or self.bf16_parameters else 4
 
     @property
-    def residual_bytes(self) -> int:
-        """Bytes of an element between blocks: embeddings come in the parameters' dtype."""
+    def embedding_bytes(self) -> int:
+        """Bytes of an element of the embeddings: they come in the parameters' dtype."""
         return 2 if self.bf16_parameters else 4
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes of an element between blocks: the embeddings', unless a low-precision norm casts those first."""
+        low = self.params.post_embed_norm and self.autocast and "lp_" in self.params.model_norm
+        return 2 if low else self.embedding_bytes
 
     @property
     def gather_bytes(self) -> int:

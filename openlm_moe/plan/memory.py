@@ -61,7 +61,7 @@ class Memory:
 
 def available(gpu: GPU) -> float:
     """Bytes of `gpu` that tensors can have."""
-    return gpu.memory_bytes * USABLE - CONTEXT_BYTES
+    return gpu.memory * USABLE - CONTEXT_BYTES
 
 
 def estimate_memory(job: Job) -> Memory:
@@ -126,7 +126,8 @@ def _workspace(job: Job, rows: float) -> float:
     moe, c = job.moe, job.compute_bytes
     logits = job.tokens * job.params.vocab_size * FP32 * 2  # gradients of log-probabilities and of logits
     hidden = moe.hidden_dim(job.params.dim) if moe.num_experts else 0
-    experts = rows * (hidden * (3 if moe.ffn == "swiglu" else 2) + job.params.dim) * c
+    # Of the experts' backward: the hidden rows, their gradients before and after the activation, and rows of D.
+    experts = rows * (hidden * (4 if moe.ffn == "swiglu" else 3) + 2 * job.params.dim) * c
     return max(logits, recomputed(job, rows) + experts)
 
 
