@@ -1,13 +1,16 @@
-"""Servers on loopback that misbehave: one that never answers, and a relay that can be cut."""
+"""Servers on loopback: one that never answers, a relay that can be cut, one that stores wandb views."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import select
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 
 @contextmanager
@@ -52,3 +55,31 @@ class Relay:
                         return
                     if not self._cut.is_set():
                         other[side].sendall(data)
+
+
+@contextmanager
+def graphql_server() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """The address of a server that lets anybody in and keeps views, and the list of the views it was given."""
+    views: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            data: dict[str, Any] = {"viewer": {"id": "1", "username": "somebody", "entity": "somebody"}}
+            if "upsertView" in request["query"]:
+                views.append(request["variables"])
+                data = {"upsertView": {"view": {"id": "2", "name": "nw-abcdefghijk-v"}, "inserted": True}}
+            body = json.dumps({"data": data}).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}", views
+        server.shutdown()
