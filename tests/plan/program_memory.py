@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,10 +17,11 @@ from openlm_moe.hosts.builtin.model import Transformer
 from openlm_moe.hosts.builtin.params import ModelParams
 from openlm_moe.parallel import init_distributed, make_layout, shutdown
 from openlm_moe.parallel.fsdp import materialise, parallelize
+from openlm_moe.parallel.record import Collective, record_collectives
 
 
-def one_step(what: dict, device: torch.device) -> dict[str, int]:
-    """Bytes on this rank in one training step of the job that `what` describes."""
+def one_step(what: dict, device: torch.device) -> dict[str, Any]:
+    """Bytes on this rank, and moved by it, in one training step of the job that `what` describes."""
     params, moe = ModelParams(**what["params"]), MoEConfig.from_dict(what["moe"])
     layout = make_layout(what["fsdp"] != "off", False, what["expert_parallel"], moe.num_experts, device)
     with torch.device("meta"):
@@ -32,7 +34,7 @@ def one_step(what: dict, device: torch.device) -> dict[str, int]:
     optimizer = torch.optim.AdamW(model.parameters())
     torch.manual_seed(layout.rank)
     tokens = torch.randint(0, params.vocab_size, (what["sequences"], params.seq_len))
-    with measure.forward(model, tokens, what["precision"]) as (loss, saved):
+    with record_collectives() as recorded, measure.forward(model, tokens, what["precision"]) as (loss, saved):
         kept = saved.bytes
         loss.backward()
     optimizer.step()
@@ -42,7 +44,19 @@ def one_step(what: dict, device: torch.device) -> dict[str, int]:
         "gradients": measure.held(p.grad for p in model.parameters()),
         "optimizer": measure.held(moments),
         "activations": kept,
+        "collectives": moved(recorded),
     }
+
+
+def moved(recorded: list[Collective]) -> dict[str, list[int]]:
+    """{kind: [calls, bytes]} over groups of more than one rank."""
+    totals: dict[str, list[int]] = {}
+    for c in recorded:
+        if c.ranks > 1:
+            calls, size = totals.get(c.kind, [0, 0])
+            size += c.output_bytes if c.kind == "all-gather" else c.input_bytes
+            totals[c.kind] = [calls + 1, size]
+    return totals
 
 
 def main(jobs: Path) -> None:

@@ -14,6 +14,7 @@ from openlm_moe import MoEConfig
 from openlm_moe.hosts.builtin.model import Transformer
 from openlm_moe.hosts.builtin.params import NORMS, ModelParams, load_model_params
 from openlm_moe.plan.activations import saved_activations
+from openlm_moe.plan.communication import collectives
 from openlm_moe.plan.gpus import GPUS
 from openlm_moe.plan.job import Job
 from openlm_moe.plan.memory import available, balanced_rows, estimate_memory, worst_rows
@@ -157,6 +158,17 @@ def test_two_ranks(torchrun, tmp_path: Path) -> None:
         fullest = max(record["activations"] for record in records)
         planned = memory.activations_worst if worst else memory.saved
         assert planned == pytest.approx(fullest, rel=TOLERANCE), name
+        if not worst:
+            assert moved(job) == {kind: tuple(sizes) for kind, sizes in records[0]["collectives"].items()}, name
+
+
+def moved(job: Job) -> dict[str, tuple[int, float]]:
+    """{kind: (calls, bytes)} as the plan has them."""
+    totals: dict[str, tuple[int, float]] = {}
+    for c in collectives(job):
+        calls, size = totals.get(c.kind, (0, 0))
+        totals[c.kind] = (calls + c.calls, size + c.payload)
+    return totals
 
 
 def test_worst_routing_is_the_bound_of_all_tokens_to_one_rank() -> None:
