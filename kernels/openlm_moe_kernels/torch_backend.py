@@ -64,7 +64,7 @@ def grouped_gemm_wgrad(
         return dw.masked_fill_(empty_E[:, None, None], 0)
     if out is None:
         out = a.new_zeros(offsets.shape[0], a.shape[1], b.shape[1])
-    a, b = a.to(out.dtype), b.to(out.dtype)
+    a, b = _packed(a.to(out.dtype)), b.to(out.dtype)
     for e, start, stop in groups(offsets):
         out[e].addmm_(a[start:stop].t(), b[start:stop])
     return out
@@ -139,12 +139,19 @@ def _products(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     """x_e w_e for each group, zeros in the tail."""
     if _has_grouped_mm(x, w):
         return _zero_tail(F.grouped_mm(x, w, offs=offsets), offsets)
+    x = _packed(x)
     out = x.new_empty(x.shape[0], w.shape[2])
     end = 0
     for e, start, end in groups(offsets):
         torch.mm(x[start:end], w[e], out=out[start:end])
     out[end:].zero_()
     return out
+
+
+def _packed(t: Tensor) -> Tensor:
+    """A product's left operand. oneDNN reads one element past a 16-bit row of odd length unless the next row follows at
+    once, and multiplies it by zero; between the rows of a view that element may be NaN."""
+    return t.contiguous() if t.itemsize == 2 and t.device.type == "cpu" else t
 
 
 def _has_grouped_mm(x: Tensor, w: Tensor) -> bool:
