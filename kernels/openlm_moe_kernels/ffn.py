@@ -52,7 +52,9 @@ def expert_ffn(
     checks.shape("w2", w2, (n_experts, hidden, dim), "(E, F, D)")
     checks.shape("w1", w1, (n_experts, dim, width), "(E, D, 2F)" if activation == "swiglu" else "(E, D, F)")
     checks.plan(plan, "x", x_TD, tokens=n_tokens)
-    checks.require(plan.num_experts == n_experts, "plan", f"has {plan.num_experts} experts, but w2 has {n_experts}")
+    checks.require(
+        plan.num_experts == n_experts, "plan", lambda: f"has {plan.num_experts} experts, but w2 has {n_experts}"
+    )
     checks.matrix("weights", weights_TK, 2)
     checks.shape("weights", weights_TK, (n_tokens, plan.top_k), "(T, K)")
     checks.on_device("weights", weights_TK, "x", x_TD)

@@ -47,11 +47,13 @@ def grouped_gemm(
     checks.like("w", w, "x", x)
     inner = w.shape[2] if trans_w else w.shape[1]
     outer = w.shape[1] if trans_w else w.shape[2]
-    checks.require(inner == x.shape[1], "w", f"has shape {tuple(w.shape)}, but x has {x.shape[1]} columns")
+    checks.require(inner == x.shape[1], "w", lambda: f"has shape {tuple(w.shape)}, but x has {x.shape[1]} columns")
     checks.offsets(offsets, w.shape[0], "x", x)
     checks.gather(gather, x)
     checks.activation(activation)
-    checks.require(activation != "swiglu" or outer % 2 == 0, "w", f"has {outer} columns; swiglu needs an even number")
+    checks.require(
+        activation != "swiglu" or outer % 2 == 0, "w", lambda: f"has {outer} columns; swiglu needs an even number"
+    )
     if row_scale is not None:
         checks.per_row("row_scale", row_scale, _rows(x, gather), "x", x)
     checks.backend(backend)
@@ -75,7 +77,7 @@ def grouped_gemm_dgrad(
     checks.matrix("dy", dy, 2)
     checks.matrix("w", w, 3)
     outer = w.shape[1] if trans_w else w.shape[2]
-    checks.require(outer == dy.shape[1], "w", f"has shape {tuple(w.shape)}, but dy has {dy.shape[1]} columns")
+    checks.require(outer == dy.shape[1], "w", lambda: f"has shape {tuple(w.shape)}, but dy has {dy.shape[1]} columns")
     return grouped_gemm(dy, w, offsets, trans_w=not trans_w, allow_tf32=allow_tf32, backend=backend)
 
 
@@ -107,8 +109,8 @@ def grouped_gemm_wgrad(
     checks.like("dy", dy, "x", x)
     checks.gather(gather, x)
     rows = _rows(x, gather)
-    checks.require(dy.shape[0] == rows, "dy", f"has {dy.shape[0]} rows; expected {rows}")
-    checks.require(offsets.dim() == 1, "offsets", f"has shape {tuple(offsets.shape)}; expected (E,)")
+    checks.require(dy.shape[0] == rows, "dy", lambda: f"has {dy.shape[0]} rows; expected {rows}")
+    checks.require(offsets.dim() == 1, "offsets", lambda: f"has shape {tuple(offsets.shape)}; expected (E,)")
     checks.offsets(offsets, offsets.shape[0], "x", x)
     checks.backend(backend)
     if out is None:
@@ -116,7 +118,7 @@ def grouped_gemm_wgrad(
     checks.matrix("out", out, 3)
     checks.shape("out", out, _wgrad_shape(x, dy, offsets, trans_w), "(E, N, K)" if trans_w else "(E, K, N)")
     checks.require(
-        out.dtype in (x.dtype, torch.float32), "out", f"has dtype {out.dtype}; expected {x.dtype} or float32"
+        out.dtype in (x.dtype, torch.float32), "out", lambda: f"has dtype {out.dtype}; expected {x.dtype} or float32"
     )
     checks.on_device("out", out, "x", x)
     _wgrad_into(x, dy, offsets, gather, out, trans_w, backend, allow_tf32)

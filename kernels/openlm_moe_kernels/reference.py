@@ -84,21 +84,24 @@ def gather_rows(x: Tensor, plan: RoutePlan, scale_TK: Tensor | None = None) -> T
 
 
 def _slot_rows(y: Tensor, plan: RoutePlan) -> Tensor:
-    """y_ND in slot order, (T, K, D) in the accumulation dtype, zeros for slots without an expert."""
-    rows = torch.where(valid_slots(plan)[:, None], y[plan.inverse_N], 0.0)
-    return rows.to(accumulation(y.dtype)).reshape(plan.num_tokens, plan.top_k, y.shape[1])
+    """y_ND in slot order, (T, K, D) in the accumulation dtype."""
+    return y[plan.inverse_N].to(accumulation(y.dtype)).reshape(plan.num_tokens, plan.top_k, y.shape[1])
+
+
+def _valid_TK(plan: RoutePlan) -> Tensor:
+    return valid_slots(plan).reshape(plan.num_tokens, plan.top_k)
 
 
 def combine_topk(y: Tensor, weights_TK: Tensor | None, plan: RoutePlan) -> Tensor:
     rows_TKD = _slot_rows(y, plan)
     if weights_TK is not None:
         rows_TKD = rows_TKD * weights_TK[:, :, None].to(rows_TKD.dtype)
-    return rows_TKD.sum(1).to(y.dtype)
+    return torch.where(_valid_TK(plan)[:, :, None], rows_TKD, 0.0).sum(1).to(y.dtype)
 
 
 def combine_topk_dweights(dout: Tensor, y: Tensor, plan: RoutePlan) -> Tensor:
     rows_TKD = _slot_rows(y, plan)
-    return (rows_TKD * dout[:, None, :].to(rows_TKD.dtype)).sum(-1)
+    return torch.where(_valid_TK(plan), (rows_TKD * dout[:, None, :].to(rows_TKD.dtype)).sum(-1), 0.0)
 
 
 def act_backward(

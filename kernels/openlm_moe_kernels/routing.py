@@ -21,14 +21,14 @@ def route_plan(expert_ids: Tensor, num_experts: int) -> RoutePlan:
     on the device. Raises ValueError for a wrong shape or dtype and, where values are read, for a negative id.
     """
     checks.require(
-        expert_ids.dtype in checks.INTEGERS, "expert_ids", f"has dtype {expert_ids.dtype}; expected integers"
+        expert_ids.dtype in checks.INTEGERS, "expert_ids", lambda: f"has dtype {expert_ids.dtype}; expected integers"
     )
     checks.require(
         expert_ids.dim() == 1 or (expert_ids.dim() == 2 and expert_ids.shape[1] > 0),
         "expert_ids",
-        f"has shape {tuple(expert_ids.shape)}; expected (T, K) or (N,)",
+        lambda: f"has shape {tuple(expert_ids.shape)}; expected (T, K) or (N,)",
     )
-    checks.require(num_experts >= 1, "num_experts", f"is {num_experts}; it must be 1 or more")
+    checks.require(num_experts >= 1, "num_experts", lambda: f"is {num_experts}; it must be 1 or more")
     top_k = expert_ids.shape[1] if expert_ids.dim() == 2 else 1
     return RoutePlan(*_route_plan(expert_ids.reshape(-1), num_experts, top_k), top_k)
 

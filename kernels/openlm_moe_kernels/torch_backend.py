@@ -83,6 +83,8 @@ def combine_topk(y: Tensor, weights_TK: Tensor | None, plan: RoutePlan) -> Tenso
         return reference.combine_topk(y, weights_TK, plan)
     if int(plan.offsets_E[-1]) < plan.num_rows:
         y = _zero_tail(y.clone(), plan.offsets_E)
+        if weights_TK is not None:
+            weights_TK = torch.where(reference.valid_slots(plan).view(weights_TK.shape), weights_TK, 0.0)
     return cpu_ffn.sum_slots(y, plan, weights_TK)
 
 

@@ -187,6 +187,7 @@ def check_rows(case: Rows) -> None:
     x, weights = torch.randn(case.tokens, case.dim).to(case.dtype), torch.rand(case.tokens, case.top_k, dtype=wide)
     y = torch.randn(plan.num_rows, case.dim).to(case.dtype)
     y[valid:] = NAN
+    weights[~is_slot] = NAN
 
     gathered = gather_rows(view(x), plan, backend=case.backend)
     assert torch.equal(gathered[:valid], x[plan.tokens_N[:valid]])
@@ -198,7 +199,7 @@ def check_rows(case: Rows) -> None:
 
     y_TKD = torch.where(is_slot.flatten()[:, None], y[plan.inverse_N].double(), 0).view(*ids.shape, case.dim)
     combined = combine_topk(view(y), weights, plan, backend=case.backend)
-    assert_close("combined", combined, (y_TKD * weights[..., None].double()).sum(1), case.dtype)
+    assert_close("combined", combined, (y_TKD * weights.nan_to_num(0)[..., None].double()).sum(1), case.dtype)
     assert_close("summed", combine_topk(view(y), None, plan, backend=case.backend), y_TKD.sum(1), case.dtype)
     dots = rows._dot(view(x), view(y), plan.tensors(), case.top_k, case.backend)
     assert dots.dtype == wide
