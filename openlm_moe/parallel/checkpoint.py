@@ -41,7 +41,6 @@ class Checkpointer:
     """Saves and loads checkpoints in `folder`. Every rank makes one and calls its methods together with the others.
 
     keep_last: how many complete checkpoints stay; None keeps all.
-    remote_sync: an fsspec URL; each complete checkpoint is copied there too.
     asynchronous: `save` returns as soon as the state is copied to the host, and a thread writes it. Call `close` (or
         `wait`) before the process group ends. An error of that thread is raised by the next call.
     """
@@ -50,13 +49,12 @@ class Checkpointer:
         self,
         folder: Path | str,
         keep_last: int | None = None,
-        remote_sync: str | None = None,
         asynchronous: bool = True,
     ) -> None:
         if keep_last is not None and keep_last < 1:
             raise UserError(f"--keep-last is {keep_last}; it must be 1 or more")
         self.folder = Path(folder)
-        self.keep_last, self.remote_sync, self.asynchronous = keep_last, remote_sync, asynchronous
+        self.keep_last, self.asynchronous = keep_last, asynchronous
         # A gloo group of its own: the writing thread's messages must not meet those of the training step.
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._rank = dist.get_rank() if dist.is_initialized() else 0
@@ -137,11 +135,6 @@ class Checkpointer:
         aside.rename(path)
         _sync_folder(self.folder)
         shutil.rmtree(replaced, ignore_errors=True)
-        if self.remote_sync is not None:
-            try:
-                _upload(path, self.remote_sync)
-            except Exception as error:  # whatever the far end is, training does not end for it
-                log.warning("checkpoint %s was not copied to %s: %s", path.name, self.remote_sync, error)
         if self.keep_last is not None:
             for old in complete_checkpoints(self.folder)[: -self.keep_last]:
                 # The marker goes first: a half-removed checkpoint must not look complete.
@@ -242,14 +235,3 @@ def _sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _upload(path: Path, url: str) -> None:
-    """Copies the checkpoint to `url`, its marker last."""
-    import fsspec
-
-    system, root = fsspec.url_to_fs(url)
-    target = f"{root.rstrip('/')}/{path.name}"
-    system.makedirs(target, exist_ok=True)
-    for file in sorted(path.iterdir(), key=lambda file: file.name == MARKER):
-        system.put_file(str(file), f"{target}/{file.name}")

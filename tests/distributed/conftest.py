@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +37,30 @@ def launcher() -> Iterator[subprocess.Popen[str]]:
         process.wait()
 
 
-@pytest.fixture
-def ranks(launcher: subprocess.Popen[str], tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """`ranks(world, program, *arguments, timeout=60, env=None)`: what the program found, as `toy.main` prints it.
+class Ranks:
+    """Starts programs of this folder on process groups."""
 
-    Fails the test if a rank fails or the time is up, with the ranks' stderr.
-    """
+    def __init__(self, launcher: subprocess.Popen[str], folder: Path) -> None:
+        self.launcher, self.folder, self.count = launcher, folder, 0
 
-    def start(world: int, program: str, *arguments: Any, timeout: float = 90, env: Any = None) -> dict[str, Any]:
-        folder = tmp_path / f"{Path(program).stem}-{len(list(tmp_path.iterdir()))}"
+    def __call__(
+        self, world: int, program: str, *arguments: Any, timeout: float = 90, env: Any = None
+    ) -> dict[str, Any]:
+        """What the program found, as `toy.main` prints it. Fails the test, with stderr, if a rank fails or hangs."""
+        answer, folder = self.start(world, program, *arguments, timeout=timeout, env=env)
+        if any(answer["codes"]):
+            errors = "\n".join(f"rank {r}:\n{(folder / f'err.{r}').read_text()[-3000:]}" for r in range(world))
+            why = f"ran past {timeout} s" if answer["timed_out"] else f"exit codes {answer['codes']}"
+            pytest.fail(f"{program} {' '.join(map(str, arguments))} on {world} ranks: {why}\n{errors}")
+        lines = (folder / "out.0").read_text().splitlines()
+        return json.loads(next(line for line in lines if line.startswith("FOUND ")).removeprefix("FOUND "))
+
+    def start(
+        self, world: int, program: str, *arguments: Any, timeout: float = 90, env: Any = None, kill: Any = None
+    ) -> tuple[dict[str, Any], Path]:
+        """The launcher's answer, and the folder with each rank's output. `kill`: (rank, seconds) for a SIGKILL."""
+        self.count += 1
+        folder = self.folder / f"run-{self.count}"
         folder.mkdir()
         request = {
             "program": str(HERE / program),
@@ -54,15 +69,14 @@ def ranks(launcher: subprocess.Popen[str], tmp_path: Path) -> Callable[..., dict
             "env": env or {},
             "timeout": timeout,
             "folder": str(folder),
+            "kill": kill,
         }
-        launcher.stdin.write(json.dumps(request) + "\n")
-        launcher.stdin.flush()
-        answer = json.loads(launcher.stdout.readline())
-        if any(answer["codes"]):
-            errors = "\n".join(f"rank {r}:\n{(folder / f'err.{r}').read_text()[-3000:]}" for r in range(world))
-            why = f"ran past {timeout} s" if answer["timed_out"] else f"exit codes {answer['codes']}"
-            pytest.fail(f"{program} {' '.join(request['arguments'])} on {world} ranks: {why}\n{errors}")
-        lines = (folder / "out.0").read_text().splitlines()
-        return json.loads(next(line for line in lines if line.startswith("FOUND ")).removeprefix("FOUND "))
+        self.launcher.stdin.write(json.dumps(request) + "\n")
+        self.launcher.stdin.flush()
+        return json.loads(self.launcher.stdout.readline()), folder
 
-    return start
+
+@pytest.fixture(scope="module")
+def ranks(launcher: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    """`ranks(world, program, *arguments, timeout=90, env=None)`: see `Ranks`."""
+    return Ranks(launcher, tmp_path_factory.mktemp("ranks"))

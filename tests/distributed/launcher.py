@@ -1,8 +1,9 @@
 """Starts process groups quickly: imports torch once, then forks the ranks of each run that it is asked for.
 
-Reads one JSON request a line on stdin: {"program", "arguments", "world", "env", "timeout", "folder"}. Rank r's output goes
-to <folder>/out.r and err.r. Answers with one JSON line: {"codes": [exit code a rank], "timed_out": bool}. When a rank
-fails, the others get a few seconds to end by themselves, as under torchrun, and are killed then.
+Reads one JSON request a line on stdin: {"program", "arguments", "world", "env", "timeout", "folder", "kill"}. Rank r's
+output goes to <folder>/out.r and err.r. `kill` is null or [rank, seconds]: that rank gets SIGKILL after that time.
+Answers with one JSON line: {"codes": [exit code a rank], "timed_out": bool, "forced": bool}. When a rank fails, the
+others get some time to end by themselves, as under torchrun, and are killed (`forced`) if they do not.
 """
 
 from __future__ import annotations
@@ -40,21 +41,26 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     world = request["world"]
     children = [start(request, rank, port) for rank in range(world)]
     codes: dict[int, int] = {}
-    deadline, timed_out = time.monotonic() + request["timeout"], False
+    begin, victim = time.monotonic(), request["kill"]
+    deadline, timed_out, forced = begin + request["timeout"], False, False
     while len(codes) < world:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
             codes[pid] = os.waitstatus_to_exitcode(status)
             if codes[pid] != 0:
                 deadline = min(deadline, time.monotonic() + GRACE)
+        elif victim is not None and time.monotonic() > begin + victim[1]:
+            if children[victim[0]] not in codes:
+                os.kill(children[victim[0]], signal.SIGKILL)
+            victim = None
         elif time.monotonic() > deadline:
-            timed_out = not any(codes.values())
+            timed_out, forced = not any(codes.values()), True
             for child in set(children) - codes.keys():
                 os.killpg(child, signal.SIGKILL)
             deadline = float("inf")
         else:
             time.sleep(0.02)
-    return {"codes": [codes[child] for child in children], "timed_out": timed_out}
+    return {"codes": [codes[child] for child in children], "timed_out": timed_out, "forced": forced}
 
 
 def start(request: dict[str, Any], rank: int, port: int) -> int:

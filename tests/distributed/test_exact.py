@@ -1,4 +1,4 @@
-"""Training on several ranks equals one process on the joined batch: loss, gradients, inputs' gradients, norm, weights."""
+"""Several ranks equal one process on the joined batch: loss, gradients, inputs' gradients, norm, weights."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def test_plans(ranks, words_of):
 
 
 def experts_come_first(words: list[str]) -> bool:
-    """Whether each burst of exchanges that needs the experts finds their all-gather already issued, and not long ago."""
+    """Whether in each block the experts' all-gather is issued before the first exchange."""
     gathered = False
     for word in words:
         if word.startswith("gather experts"):
