@@ -14,7 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from openlm_moe.errors import UserError
+from openlm_moe.interop.hf_patch import patch
 from openlm_moe_kernels import RoutePlan, combine_topk, expert_ffn, gather_rows, grouped_gemm, route_plan
+
+__all__ = ["NAME", "experts_forward", "patch", "register"]
 
 NAME = "openlm_moe"
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -31,7 +34,7 @@ def register() -> str:
     except ImportError:
         raise UserError(
             'transformers 5 is not installed; pip install "openlm-moe[hf]", or for 4.x use '
-            "openlm_moe.interop.hf_patch.patch(model)"
+            "openlm_moe.interop.hf_experts.patch(model)"
         ) from None
     ExpertsInterface.register(NAME, experts_forward)
     return NAME
