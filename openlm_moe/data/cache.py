@@ -13,23 +13,24 @@ from openlm_moe.errors import UserError
 
 
 def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """The cache folder, created: `cache_dir`, or $XDG_CACHE_HOME/openlm-moe, or ~/.cache/openlm-moe.
+    """The cache folder, not made yet: `cache_dir`, or $XDG_CACHE_HOME/openlm-moe, or ~/.cache/openlm-moe."""
+    if cache_dir is not None:
+        return Path(cache_dir)
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "openlm-moe"
 
-    Raises `UserError` where it cannot be created or written.
-    """
-    if cache_dir is None:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "openlm-moe"
-    else:
-        root = Path(cache_dir)
+
+def writable(folder: Path) -> Path:
+    """`folder`, created. Raises `UserError` where it cannot be created or written."""
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=root):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise UserError(
-            f"the cache folder {root} cannot be written ({error.strerror}); set XDG_CACHE_HOME to a writable folder"
+            f"the cache folder {folder} cannot be written ({error.strerror}); name another one by --data-cache-dir or "
+            "XDG_CACHE_HOME"
         ) from error
-    return root
+    return folder
 
 
 @contextlib.contextmanager

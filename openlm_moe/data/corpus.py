@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from openlm_moe.data.cache import cache_root, locked
+from openlm_moe.data.cache import cache_root, locked, writable
 from openlm_moe.data.manifest import write_manifest
 from openlm_moe.data.packing import even_parts, pack
 from openlm_moe.data.shards import write_shard
@@ -120,7 +120,7 @@ def _tokenised(
     texts = library_texts(Path(library or sysconfig.get_path("stdlib")))
     settings = {"format": _FORMAT, "vocab_size": vocab_size, "validation_percent": VALIDATION_PERCENT}
     digest = content_digest(texts, settings)
-    folder = cache_root(cache_dir) / "corpus" / digest[:16]
+    folder = writable(cache_root(cache_dir) / "corpus") / digest[:16]
     return _made_once(folder, lambda aside: _tokenise(texts, settings, digest, aside))
 
 

@@ -8,12 +8,9 @@ probability zero.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import numpy as np
-
-from openlm_moe.data.evaluation import open_evaluation
 
 
 @dataclass(frozen=True)
@@ -77,17 +74,6 @@ def perplexities(train: np.ndarray, validation: np.ndarray, vocab_size: int) -> 
     unigram = fit_unigram(train, vocab_size).probability(targets)
     bigram = fit_bigram(train, vocab_size).probability(previous, targets)
     return {"unigram": _perplexity(unigram), "bigram": _perplexity(bigram)}
-
-
-def baseline_perplexities(
-    train: str, validation: str, *, seq_len: int, vocab_size: int, cache_dir: str | os.PathLike[str] | None = None
-) -> dict[str, float]:
-    """`perplexities` of two sources (manifests or tar paths), every sample once; some seconds for 3M tokens."""
-    arrays = []
-    for text in (train, validation):
-        (data,) = open_evaluation([text], seq_len=seq_len, vocab_size=vocab_size, cache_dir=cache_dir)
-        arrays.append(np.concatenate([batch["tokens"].numpy().astype(np.int32) for batch in data.batches(256)]))
-    return perplexities(arrays[0], arrays[1], vocab_size)
 
 
 def _discount(counts: np.ndarray) -> float:

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from openlm_moe.data.cache import locked
+from openlm_moe.data.cache import locked, writable
 from openlm_moe.errors import UserError
 
 PIPE = "pipe:"
-_ATTEMPTS = 3
+_ATTEMPTS = 5
 T = TypeVar("T")
 
 
@@ -79,7 +79,7 @@ class ShardCache:
         if not is_remote(url):
             return _open_local(local_part(url))
         identity = self._identity(url)
-        copy = self.folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.tar"
+        copy = writable(self.folder) / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.tar"
         with locked(copy.with_suffix(".lock")):
             try:
                 descriptor = os.open(copy, os.O_RDONLY)

@@ -16,8 +16,8 @@ from openlm_moe.data import corpus
 from openlm_moe.data.corpus import embedded_corpus, embedded_tokenizer, is_validation, library_texts
 from openlm_moe.data.evaluation import open_evaluation
 from openlm_moe.data.loader import open_data
-from openlm_moe.data.ngram import baseline_perplexities
-from openlm_moe.data.tokenizer import load_encoder
+from openlm_moe.data.ngram import perplexities
+from openlm_moe.data.tokenizer import load_encoder, train_byte_bpe
 from openlm_moe.errors import UserError
 
 pytest.importorskip("tokenizers")
@@ -70,6 +70,8 @@ def test_every_token_is_in_order_and_documents_are_separated(library: Path) -> N
     texts = library_texts(library)
     encoder = load_encoder(made.tokenizer)
     assert encoder.end_id == 0 and encoder.vocab_size == 300
+    train_byte_bpe([text for path, text in texts.items() if not is_validation(path)], 300, library / "bpe.json")
+    assert (library / "bpe.json").read_bytes() == Path(made.tokenizer).read_bytes()
     for manifest, want in ((made.train, False), (made.validation, True)):
         documents = [text for path, text in texts.items() if is_validation(path) is want]
         stream = np.concatenate([[*encoder.tokenizer.encode(text).ids, 0] for text in documents])
@@ -161,5 +163,9 @@ def test_the_real_one(own_cache: Path, run: Callable[..., subprocess.CompletedPr
     assert encoder.vocab_size == 4096
     code = "def f(self):\n\treturn 'é' # 3.14\n\n"
     assert encoder.tokenizer.decode(encoder.tokenizer.encode(code).ids) == code
-    found = baseline_perplexities(made.train, made.validation, seq_len=256, vocab_size=4096)
+    train, validation = (
+        np.concatenate([batch["tokens"] for batch in data.batches(256)])
+        for data in open_evaluation([made.train, made.validation], seq_len=256, vocab_size=4096)
+    )
+    found = perplexities(train, validation, 4096)
     assert 30 < found["bigram"] < 200 < found["unigram"] < 1500

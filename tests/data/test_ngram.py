@@ -8,8 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from openlm_moe.data.ngram import baseline_perplexities, fit_bigram, fit_unigram, perplexities
-from openlm_moe.data.shards import write_shard
+from openlm_moe.data.ngram import fit_bigram, fit_unigram, perplexities
 
 VOCAB = 11
 
@@ -78,13 +77,3 @@ def test_known_value_without_rare_counts() -> None:
     model = fit_bigram(train, 2)
     # c(0, 1) = 51, one successor; each token has one predecessor, so Pcont = 1/2.
     assert model.probability(np.array([0]), np.array([1]))[0] == pytest.approx(50.5 / 51 + 0.5 / 51 * 0.5, rel=1e-14)
-
-
-def test_from_sources(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    train, validation = text(40, seed=0), text(9, seed=2)
-    write_shard(tmp_path / "train.tar", train)
-    write_shard(tmp_path / "validation.tar", validation)
-    found = baseline_perplexities(
-        str(tmp_path / "train.tar"), str(tmp_path / "validation.tar"), seq_len=5, vocab_size=VOCAB
-    )
-    assert found == perplexities(train, validation, VOCAB)

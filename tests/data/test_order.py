@@ -120,6 +120,14 @@ def test_samples_of_a_window_come_from_its_shards(window: int) -> None:
         assert len(source.window(0)[1]) == 12
 
 
+def test_each_pass_takes_the_shards_in_an_order_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(order, "WINDOW", 4)
+    source = SourceOrder((4,) * 12, seed=1, source=0)
+    shards = source.locate(np.arange(3 * 48))[1].reshape(3, 12, 4)[:, :, 0].tolist()
+    assert all(sorted(of_pass) == list(range(12)) for of_pass in shards)
+    assert len(set(map(tuple, shards))) == 3
+
+
 @pytest.mark.parametrize("resampled", [False, True])
 @given(start=st.integers(0, 200), length=st.integers(1, 60))
 @settings(max_examples=20, deadline=None)

@@ -155,6 +155,9 @@ def test_lost_and_damaged_shards_are_found_and_made_again(inputs: str, tokenizer
         merge(out)
     prepare([inputs], out, tokenizer=tokenizer, **OPTIONS)
     assert files(out) == expected
+    os.truncate(first, first.stat().st_size - 512)
+    prepare([inputs], out, tokenizer=tokenizer, **OPTIONS)
+    assert files(out) == expected
     data = bytearray(first.read_bytes())
     data[700] ^= 1
     first.write_bytes(data)
@@ -168,6 +171,20 @@ def test_even_shards(tokenizer: str, tmp_path: Path) -> None:
     counts = [json.loads(line)["num_sequences"] for line in (tmp_path / "out" / "manifest.jsonl").open()]
     assert max(counts) <= 20 and len(counts) > 8
     assert min(counts) > 0.9 * max(counts) - 1
+
+
+def test_groups_take_every_file_once_in_the_seeds_order() -> None:
+    inputs = tuple((f"{number}.txt", 10 * number) for number in range(30))
+
+    def groups_of(seed: int) -> list[tuple[str, ...]]:
+        return groups.Recipe(inputs, "", 0, 16, 20, seed, "auto", "text", group_bytes=500).groups()
+
+    found = groups_of(1)
+    assert sorted(name for group in found for name in group) == sorted(name for name, _ in inputs)
+    sizes = [sum(dict(inputs)[name] for name in group) for group in found]
+    assert all(500 <= size < 790 for size in sizes[:-1]) and len(sizes) > 4
+    assert groups_of(1) == found != groups_of(2)
+    assert [name for group in found for name in group] != [name for name, _ in inputs]
 
 
 def test_seed_orders_and_settings_are_kept_apart(inputs: str, tokenizer: str, tmp_path: Path) -> None:

@@ -16,7 +16,11 @@ import numpy as np
 import pytest
 
 from openlm_moe.data import order, remote
+from openlm_moe.data.fetch import FetchAhead
 from openlm_moe.data.loader import open_data
+from openlm_moe.data.manifest import Shard, Source
+from openlm_moe.data.order import SourceOrder
+from openlm_moe.data.reader import ShardReader
 from openlm_moe.data.remote import ShardCache, read_bytes
 from openlm_moe.data.shards import write_shard
 from openlm_moe.errors import UserError
@@ -78,10 +82,13 @@ def test_each_shard_is_downloaded_once_and_again_when_it_changed(
     assert fetched[2:] == ["/far/00000.tar"]
 
 
-def test_missing_remote_shard_is_found_before_any_download(upload: Callable[..., str], own_cache: Path) -> None:
+@pytest.mark.parametrize("number", [0, 1])
+def test_missing_remote_shard_is_found_before_any_download(
+    upload: Callable[..., str], own_cache: Path, number: int
+) -> None:
     url = upload("far", [3, 4])
-    fsspec.filesystem("memory").rm("/far/00001.tar")
-    with pytest.raises(UserError, match=r"shard memory://far/00001\.tar does not exist"):
+    fsspec.filesystem("memory").rm(f"/far/0000{number}.tar")
+    with pytest.raises(UserError, match=rf"shard memory://far/0000{number}\.tar does not exist"):
         samples(url)
     assert not list(own_cache.glob("shards/*.tar"))
     with pytest.raises(UserError, match=r"manifest memory://far/none\.jsonl does not exist"):
@@ -96,7 +103,9 @@ def test_truncated_download_is_found(upload: Callable[..., str]) -> None:
         samples(url)
 
 
-def test_cache_is_bounded_and_the_oldest_go(upload: Callable[..., str], tmp_path: Path) -> None:
+def test_cache_is_bounded_and_the_oldest_go(
+    upload: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     upload("far", [2, 2, 2, 2])
     size = (tmp_path / "far" / "00000.tar").stat().st_size
     cache = ShardCache(tmp_path / "copies", limit_bytes=2 * size)
@@ -108,6 +117,9 @@ def test_cache_is_bounded_and_the_oldest_go(upload: Callable[..., str], tmp_path
     assert os.pread(held, size, 0) == (tmp_path / "far" / "00000.tar").read_bytes()
     os.close(held)
     assert not list((tmp_path / "copies").glob("*.part"))
+    monkeypatch.setattr(ShardCache, "_download", None)
+    for number in (2, 3):
+        os.close(cache.open(f"memory://far/0000{number}.tar")[0])
 
 
 def test_run_survives_a_cache_smaller_than_its_data(
@@ -184,12 +196,13 @@ def test_passing_failures_are_retried(upload: Callable[..., str], monkeypatch: p
     monkeypatch.setattr(fsspec.implementations.memory.MemoryFileSystem, "cat_file", flaky)
     assert read_bytes(url, "manifest").startswith(b'{"shard"')
     assert waits == [1, 2]
-    failures = iter([OSError("first"), OSError("second"), OSError("third\nline")])
-    with pytest.raises(UserError, match=r"manifest memory://far/manifest\.jsonl cannot be read: third line"):
+    failures = iter([OSError(f"number\n{number}") for number in range(5)])
+    with pytest.raises(UserError, match=r"manifest memory://far/manifest\.jsonl cannot be read: number 4"):
         read_bytes(url, "manifest")
+    assert waits == [1, 2, 1, 2, 4, 8]
 
 
-def test_http(make_source: Maker) -> None:
+def test_http(make_source: Maker, tmp_path: Path) -> None:
     pytest.importorskip("aiohttp", reason="fsspec's http file system needs aiohttp")
     folder = Path(make_source("a", [3, 4])).parent
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
@@ -198,11 +211,47 @@ def test_http(make_source: Maker) -> None:
     try:
         base = f"http://127.0.0.1:{server.server_port}"
         assert samples(f"{base}/manifest.jsonl") == samples(str(folder / "manifest.jsonl"))
+        data = open_data([f"{base}/{{00000,00001}}.tar"], seq_len=4, cache_dir=tmp_path / "other")
+        assert sum(len(batch["tokens"]) for batch in data.batches(1, workers=2)) == 7
         with pytest.raises(UserError, match=r"shard http://.*/00009\.tar does not exist"):
             samples(f"{base}/00009.tar")
     finally:
         server.shutdown()
         server.server_close()
+
+
+def test_each_window_is_fetched_once_and_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(order, "WINDOW", 8)
+    started: list[set[str]] = []
+
+    class Thread:
+        def __init__(self, target: object, args: tuple[list[Shard]], daemon: bool) -> None:
+            assert daemon
+            self.shards = args[0]
+
+        def start(self) -> None:
+            started.append({shard.name for shard in self.shards})
+
+    monkeypatch.setattr("openlm_moe.data.fetch.threading.Thread", Thread)
+    shards = tuple(Shard(f"memory://far/{number}.tar", str(number)) for number in range(8))
+    far = Source("far", shards, (4,) * 8)
+    near = Source("near", (Shard("near.tar", "near"),), (4,))
+    orders = [SourceOrder(source.counts, 3, number) for number, source in enumerate((far, near))]
+    ahead = FetchAhead([far, near], orders, ShardReader())
+    for position in range(32):
+        ahead.note([position, 0])
+    windows = [{str(shard) for shard in orders[0].window(index)[1]} for index in (0, 8, 16, 24, 32)]
+    assert started == [windows[number] | windows[number + 1] for number in range(4)]
+
+
+def test_local_data_need_no_cache_folder(
+    make_source: Maker, upload: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert len(samples(make_source("a", [3, 5]))) == 8
+    with pytest.raises(UserError, match=r"the cache folder .*/file/openlm-moe/shards cannot be written \(Not a dir"):
+        samples(upload("far", [3]))
 
 
 def test_file_urls_are_local(make_source: Maker, tmp_path: Path, own_cache: Path) -> None:
