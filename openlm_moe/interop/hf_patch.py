@@ -19,7 +19,7 @@ EXPERT_NAMES = (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"))
 
 
 class StackedMoeBlock(nn.Module):
-    """Takes the place of a Mixtral-style block: its router, and its experts stacked; returns what the block returned."""
+    """Takes the place of a Mixtral-style block: its router, and its experts stacked."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -54,8 +54,8 @@ class StackedMoeBlock(nn.Module):
 def patch(model: nn.Module) -> int:
     """Swaps every Mixtral-style block of `model`, in place, for one on our kernels; returns how many.
 
-    The experts' weights move into stacked parameters `w1` and `w2`, so make the optimizer afterwards. Raises `UserError`
-    when the model has no such block: models of transformers 5 take `hf_experts.register()` instead.
+    The experts' weights move into stacked parameters `w1` and `w2`, so make the optimizer afterwards. Raises
+    `UserError` when the model has no such block: models of transformers 5 take `hf_experts.register()` instead.
     """
     swapped = 0
     for parent in list(model.modules()):
