@@ -66,8 +66,12 @@ class Checkpointer:
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer | None, state: dict[str, Any]) -> Path:
         """Saves weights, optimizer state and `state` (JSON values) as the checkpoint of `step`; returns its folder."""
+        self.wait()  # before the state is looked at, so that an earlier failure costs no copy
+        return self.write(step, get_state(model, optimizer), state)
+
+    def write(self, step: int, tensors: dict[str, Any], state: dict[str, Any]) -> Path:
+        """As `save`, of tensors laid out as `state.get_state` gives them."""
         self.wait()
-        tensors = get_state(model, optimizer)
         text = json.dumps(state)
         path = self.folder / f"step_{step:07d}"
         if self.asynchronous:
