@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import openlm_moe_kernels as kernels
-from openlm_moe_kernels import RoutePlan, route_plan
+from openlm_moe_kernels import RoutePlan, combine_topk, gather_rows, route_plan
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class AllToAllDispatcher(nn.Module):
         sent = SentRows(sent_plan, send_splits, receive_splits)
 
         n_sent = sum(send_splits)  # rows of masked or dropped slots come last and stay
-        x_RD = exchange(kernels.gather_rows(x_TD, sent_plan)[:n_sent], receive_splits, send_splits, self.group)
+        x_RD = exchange(gather_rows(x_TD, sent_plan)[:n_sent], receive_splits, send_splits, self.group)
         weights_N = weights_TK.flatten()[sent_plan.order_N[:n_sent]]
         weights_R = exchange(weights_N, receive_splits, send_splits, self.group)
 
@@ -82,7 +81,7 @@ class AllToAllDispatcher(nn.Module):
         y_ND = exchange(y_RD, sent.send_splits, sent.receive_splits, self.group)
         n_stayed = sent.plan.num_rows - y_ND.shape[0]
         y_ND = nn.functional.pad(y_ND, (0, 0, 0, n_stayed)) if n_stayed else y_ND
-        return kernels.combine_topk(y_ND, None, sent.plan)
+        return combine_topk(y_ND, None, sent.plan)
 
 
 def splits_to_host(counts_PL: Tensor, received_PL: Tensor) -> tuple[list[int], list[int]]:
