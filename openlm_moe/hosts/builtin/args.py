@@ -287,7 +287,7 @@ def _check_fsdp(args: argparse.Namespace) -> None:
 
 
 def _at_least(args: argparse.Namespace, name: str, least: float) -> None:
-    if getattr(args, name) < least:
+    if not getattr(args, name) >= least:  # NaN is refused too
         raise UserError(f"{_flag(name)} is {getattr(args, name)}; it must be {least} or more")
 
 
