@@ -78,6 +78,8 @@ def write_group(
 ) -> None:
     """Makes the shards of `group` and then its part file. Overwrites what an interrupted attempt left."""
     encoder = load_encoder(tokenizer, end)
+    for torn in output.glob(f".{group:05d}-*"):
+        torn.unlink()
     counted = {"documents": 0, "tokens": 0}
 
     def documents() -> Iterator[str]:

@@ -17,6 +17,7 @@ from openlm_moe.errors import UserError
 
 PIPE = "pipe:"
 _ATTEMPTS = 5
+_STALE_SECONDS = 24 * 3600
 T = TypeVar("T")
 
 
@@ -131,6 +132,10 @@ class ShardCache:
                 os.unlink(part)
 
     def _evict(self, keep: Path) -> None:
+        for part in self.folder.glob("*.part"):  # of processes that were killed
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - part.stat().st_mtime > _STALE_SECONDS:
+                    part.unlink()
         copies = []
         for path in self.folder.glob("*.tar"):
             with contextlib.suppress(FileNotFoundError):

@@ -136,12 +136,14 @@ def test_interrupted_run_goes_on(inputs: str, tokenizer: str, tmp_path: Path, mo
         merge(out)
     done = [name for name in written if (out / ".prepare" / f"{name[:5]}.json").exists()]
     assert done
+    torn = out / f".{len(list((out / '.prepare').glob('0*.json'))):05d}-00000.tar.killed"
+    torn.touch()
     again: list[str] = []
     monkeypatch.setattr(
         groups, "write_shard", lambda path, samples: again.append(path.name) or write_shard(path, samples)
     )
     prepare([inputs], out, tokenizer=tokenizer, **OPTIONS)
-    assert not set(again) & set(done)
+    assert not set(again) & set(done) and not torn.exists()
     assert files(out) == files(tmp_path / "whole")
 
 

@@ -109,6 +109,10 @@ def test_cache_is_bounded_and_the_oldest_go(
     upload("far", [2, 2, 2, 2])
     size = (tmp_path / "far" / "00000.tar").stat().st_size
     cache = ShardCache(tmp_path / "copies", limit_bytes=2 * size)
+    (tmp_path / "copies").mkdir()
+    for name, age in [("new.part", 3600), ("old.part", 48 * 3600)]:
+        (tmp_path / "copies" / name).touch()
+        os.utime(tmp_path / "copies" / name, (time.time() - age,) * 2)
     held = cache.open("memory://far/00000.tar")[0]
     for number in (1, 2, 3):
         time.sleep(0.01)
@@ -116,7 +120,7 @@ def test_cache_is_bounded_and_the_oldest_go(
     assert len(list((tmp_path / "copies").glob("*.tar"))) == 2
     assert os.pread(held, size, 0) == (tmp_path / "far" / "00000.tar").read_bytes()
     os.close(held)
-    assert not list((tmp_path / "copies").glob("*.part"))
+    assert [path.name for path in (tmp_path / "copies").glob("*.part")] == ["new.part"]
     monkeypatch.setattr(ShardCache, "_download", None)
     for number in (2, 3):
         os.close(cache.open(f"memory://far/0000{number}.tar")[0])
