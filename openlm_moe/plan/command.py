@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         args = parse(argv)
         if args.published:
-            print(comparison())
+            print(comparison(), end="")
             return 0
         job, gpu = job_from(args), gpu_from(args)
     except UserError as error:
@@ -90,7 +90,7 @@ def job_from(args: argparse.Namespace) -> Job:
     params, moe = load_model(args.model, vars(args), moe_config_from(args))
     if args.seq is not None:
         params = replace(params, seq_len=args.seq)
-    gpus = args.gpus or 1
+    gpus = 1 if args.gpus is None else args.gpus
     hybrid = args.fsdp_hybrid or args.fsdp_hybrid_o2
     span = min(gpus, args.gpus_per_node) if hybrid else gpus
     return Job(

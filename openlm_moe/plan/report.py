@@ -11,6 +11,7 @@ from openlm_moe.plan.communication import collectives
 from openlm_moe.plan.gpus import GPU
 from openlm_moe.plan.job import Job
 from openlm_moe.plan.memory import available, estimate_memory
+from openlm_moe.plan.published import REACHED
 from openlm_moe.plan.throughput import estimate_step
 
 GIB = 2**30
@@ -147,7 +148,8 @@ def _step_lines(plan: dict[str, Any]) -> list[str]:
         "step         ms at the makers' peaks (a lower bound)",
         *(f"  {name:<26}{value * 1e3:>9.1f}" for name, value in rows if value),
         f"  {'step':<26}{step['seconds'] * 1e3:>9.1f}  bound by {step['bound_by']}",
-        f"throughput   {step['tokens_per_second_per_gpu'] / 1e3:.1f}K tokens/s/GPU at most, MFU {step['mfu']:.1%}",
+        f"throughput   {step['tokens_per_second_per_gpu'] / 1e3:.1f}K tokens/s/GPU at most, MFU {step['mfu']:.1%}; "
+        f"open_lm's published dense runs reach {REACHED[0]:.0%} to {REACHED[1]:.0%} of such a bound (--published)",
     ]
 
 
@@ -158,5 +160,6 @@ def _verdict_lines(plan: dict[str, Any]) -> list[str]:
     lines = ["fits         no; change, one on top of the other:"]
     for advice in plan["advice"]:
         verdict = "fits" if advice["fits"] else "not enough"
-        lines.append(f"  {advice['change']:<52}{advice['peak'] / GIB:>8.1f} GiB, {verdict}")
+        change = f"{advice['change']}  {' '.join(advice['flags'])}"
+        lines.append(f"  {change:<76}{advice['peak'] / GIB:>8.1f} GiB, {verdict}")
     return lines

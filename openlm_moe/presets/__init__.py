@@ -1,0 +1,1 @@
+"""Ready configurations, one YAML file a name, for `--config NAME`."""
