@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from openlm_moe.errors import UserError
-from openlm_moe.telemetry.metrics import STEP
+from openlm_moe.telemetry.metrics import STEP, WALL_TIME
 
 FILE = "metrics.jsonl"
 SUPERSEDED_FILE = "metrics.superseded.jsonl"
@@ -78,6 +78,7 @@ class JsonlSink:
 def read_records(folder: Path) -> list[dict[str, Any]]:
     """The history of the run in `folder`: one record per step in order, several of one step merged; null is NaN.
 
+    A step's time is its first record's: an evaluation that follows it takes time of its own.
     Raises `UserError` if there is no metrics.jsonl.
     """
     path = Path(folder) / FILE
@@ -86,5 +87,6 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
     steps: dict[int, dict[str, Any]] = {}
     for _, record in _lines(path):
         values = {name: math.nan if value is None else value for name, value in record.items()}
-        steps.setdefault(record.get(STEP, 0), {}).update(values)
+        known = steps.setdefault(record.get(STEP, 0), {})
+        known.update({name: value for name, value in values.items() if name != WALL_TIME or name not in known})
     return [steps[step] for step in sorted(steps)]

@@ -94,13 +94,18 @@ class StepMeter:
         out[metrics.BATCH_TIME] = elapsed / steps
         out[metrics.TOKENS_PER_SECOND] = rate
         out[metrics.TOKENS_PER_SECOND_PER_GPU] = rate / self.world_size
-        out[metrics.TRAIN_TOKENS] = total_tokens
         out[metrics.PEAK_MEMORY] = peak_memory(self.device)
+        out |= self.progress(total_tokens)
+        if self.flops_per_token is not None and self.peak_flops is not None:
+            out[metrics.MFU] = self.flops_per_token * rate / (self.world_size * self.peak_flops)
+        self._restart()
+        return out
+
+    def progress(self, total_tokens: int) -> dict[str, float]:
+        """How far the run is, in tokens and active FLOPs. wandb needs it in each row that is drawn over them."""
+        out: dict[str, float] = {metrics.TRAIN_TOKENS: total_tokens}
         if self.flops_per_token is not None:
             out[metrics.ACTIVE_FLOPS] = self.flops_per_token * total_tokens
-            if self.peak_flops is not None:
-                out[metrics.MFU] = self.flops_per_token * rate / (self.world_size * self.peak_flops)
-        self._restart()
         return out
 
 

@@ -85,6 +85,9 @@ TABLE: tuple[Metric, ...] = (
         LOAD_BALANCING_LOSS, "", "weighted load-balancing loss, mean over MoE layers; equals the weight at even load"
     ),
     Metric(ROUTER_Z_LOSS, "", "weighted router z-loss, mean over MoE layers"),
+    Metric("train/z_loss", "", "weighted z-loss of the LM head, when --z-loss-coefficient is given"),
+    Metric("train/logit_mean", "", "mean of the LM head's logits, when --log-logit-mean is given"),
+    Metric("train/loss_scale", "", "scale of the loss under fp16"),
     Metric(LR, "", "learning rate of the step"),
     Metric(GRAD_NORM, "", "norm of all gradients before clipping"),
     Metric(TRAIN_TOKENS, "tokens", "same as tokens, under open_lm's name"),

@@ -21,7 +21,7 @@ from openlm_moe.telemetry import metrics
 
 RUN_ID_FILE = "wandb_run_id"
 INIT_TIMEOUT = 30.0  # seconds that wandb.init may take; training does not wait for it
-FINISH_TIMEOUT = 60.0  # seconds that the end of a run waits for uploads
+FINISH_TIMEOUT = 30.0  # seconds that the end of a run waits for uploads
 GRACE = 30.0  # what wandb adds to INIT_TIMEOUT before it gives up: it looks up the user twice, and waits 10 s more
 
 

@@ -23,7 +23,7 @@ from openlm_moe.telemetry.jsonl import FILE, read_records
 from openlm_moe.telemetry.sinks import RUN_FILE
 
 BARS = "▁▂▃▄▅▆▇█"
-TREND = 60  # characters of a curve
+TREND = 40  # characters of a curve
 RATE_OVER = 20  # records that the throughput for the ETA is averaged over
 
 
@@ -145,7 +145,7 @@ def fact_rows(state: State) -> list[tuple[str, str]]:
     of = f" of {short(state.total_tokens)} ({state.tokens / state.total_tokens:.1%})" if state.total_tokens else ""
     rows = [("step", f"{state.step:,}"), ("tokens", short(state.tokens) + of)]
     if state.loss is not None:
-        rows.append(("loss", f"{state.loss:.4f}  {curve(state.losses)}"))
+        rows += [("loss", f"{state.loss:.4f}"), ("", curve(state.losses))]
     if state.perplexity is not None:
         rows.append(("perplexity", f"{state.perplexity:.2f}"))
     rows += [(f"perplexity, {name}", f"{value:.2f}") for name, value in state.valid.items()]

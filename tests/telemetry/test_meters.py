@@ -62,6 +62,11 @@ def test_collect_starts_the_next_interval(clock: Clock) -> None:
     assert got[metrics.TOKENS_PER_SECOND] == 5.0
 
 
+def test_progress_goes_with_every_row_that_is_drawn_over_it() -> None:
+    assert StepMeter(flops_per_token=6e6).progress(500) == {metrics.TRAIN_TOKENS: 500, metrics.ACTIVE_FLOPS: 3e9}
+    assert StepMeter().progress(500) == {metrics.TRAIN_TOKENS: 500}
+
+
 def test_no_mfu_where_the_peak_is_unknown(clock: Clock) -> None:
     meter = StepMeter(flops_per_token=1.0, peak_flops=None)
     clock.now += 1

@@ -47,6 +47,16 @@ def test_wall_time_goes_on_where_the_resumed_step_left_it(tmp_path: Path) -> Non
     assert 1000.0 < times[1] < times[2] < 1100.0
 
 
+def test_a_step_keeps_the_time_at_which_it_was_done(tmp_path: Path) -> None:
+    with Sinks(tmp_path) as sinks:
+        sinks.log({"train/loss": 1.0}, step=1, tokens=10)
+        sinks._opened -= 100  # an evaluation that takes its time
+        sinks.log({"valid/stdlib/loss": 2.0}, step=1, tokens=10)
+    (record,) = read_records(tmp_path)
+    assert record["wall_time"] < 50
+    assert (record["train/loss"], record["valid/stdlib/loss"]) == (1.0, 2.0)
+
+
 def test_half_a_line_of_a_killed_process_is_dropped(tmp_path: Path) -> None:
     log_steps(tmp_path, 1, 2)
     with (tmp_path / "metrics.jsonl").open("a") as file:

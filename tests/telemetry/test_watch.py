@@ -51,7 +51,7 @@ def test_state(folder: Path) -> None:
 
 def test_shows_the_facts(folder: Path) -> None:
     text = shown(folder)
-    for line in ("first", "400 of 1k (40.0%)", "2.0000  █▃▁", "90.50", "200", "0:03"):
+    for line in ("first", "400 of 1k (40.0%)", "loss                2.0000", " █▃▁ ", "90.50", "200", "0:03"):
         assert line in text, f"{line!r} is not in\n{text}"
     row = next(line for line in text.splitlines() if "2.50" in line)
     assert row.split()[1:5] == ["2", "2.50", "0.50", "▃▃▃█"]

@@ -54,11 +54,13 @@ def open_sinks(p: Prepared, resume_step: int = 0) -> Sinks:
 def settings_of(p: Prepared) -> dict[str, Any]:
     """Every setting of the run, for params.json and for reporters."""
     flags = {key: value for key, value in vars(p.args).items() if key not in ("moe", "notes")}
+    parameters = count_parameters(p.params, p.moe)
     return {
         **flags,
         "global_batch_size": p.global_batch_size,
         "model_params": p.params.to_json(),
         "moe": p.moe.to_dict(),
+        "parameters": {"total": parameters.total, "active": parameters.active},
         "world_size": p.layout.world_size,
         "expert_parallel_size": p.layout.expert_parallel,
         "device": p.device_name,

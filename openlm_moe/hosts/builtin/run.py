@@ -64,7 +64,7 @@ def _run(p: Prepared) -> int:
     run = assemble(p)
     say = run.sinks.say
     with contextlib.ExitStack() as closing:
-        closing.callback(run.sinks.close)
+        closing.enter_context(run.sinks)
         if p.args.remote_sync is not None and p.layout.is_main:
             target = f"{p.args.remote_sync.rstrip('/')}/{p.folder.name}"
             closing.callback(RemoteSync(p.folder, target, p.args.remote_sync_frequency, say).close)
@@ -100,8 +100,7 @@ def _listed(values: dict[str, float]) -> str:
 def _evaluate_only(p: Prepared) -> int:
     """Evaluates the checkpoint that --resume names on the validation sets; logs at the checkpoint's step."""
     state = read_state(p.start_from)
-    sinks = open_sinks(p)
-    with contextlib.closing(sinks):
+    with open_sinks(p, state["step"]) as sinks:
         model = build_model(p.params, p.moe, p.args, p.layout)
         loader = Checkpointer(p.folder / "checkpoints")
         loader.load(p.start_from, model, None)

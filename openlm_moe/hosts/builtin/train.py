@@ -174,7 +174,7 @@ def validate(run: Run) -> None:
         "world_size": layout.world_size,
     }
     run.evaluations = evaluate(run.model, run.validation, **how)
-    values: dict[str, float] = {}
+    values = run.meter.progress(run.tokens)
     for evaluation in run.evaluations:
         values |= evaluation.metrics()
     for averager in run.averagers:
