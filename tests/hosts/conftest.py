@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,8 +81,7 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 def tiny(tiny_data: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tiny:
     """The tiny data with a folder of runs, and a cache folder, of this test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    yield Tiny(tmp_path, tiny_data.model, tiny_data.train, tiny_data.validation)
-    logging.getLogger().handlers.clear()
+    return Tiny(tmp_path, tiny_data.model, tiny_data.train, tiny_data.validation)
 
 
 @pytest.fixture(scope="session")

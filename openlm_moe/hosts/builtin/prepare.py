@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,9 +22,9 @@ from openlm_moe.hosts.builtin.plan import Plan
 from openlm_moe.hosts.builtin.precision import Precision, make_precision
 from openlm_moe.hosts.builtin.ranks import on_main, together
 from openlm_moe.hosts.builtin.remote_sync import fetch_run
-from openlm_moe.hosts.builtin.saving import check_same_model, find_checkpoint, read_state
+from openlm_moe.hosts.builtin.saving import CHECKPOINTS, check_same_model, find_checkpoint, read_state
 from openlm_moe.hosts.builtin.targets import Masking
-from openlm_moe.parallel import Layout, make_layout
+from openlm_moe.parallel import Checkpointer, Layout, make_layout
 from openlm_moe.telemetry.sinks import parse_report_to
 
 
@@ -74,7 +75,7 @@ def prepare(args: argparse.Namespace, device: torch.device) -> Prepared:
 
     folder = Path(args.logs) / run_folder.run_name(args, batch // layout.world_size)
     on_main(lambda: run_folder.check_folder(folder, args.resume))
-    start_from = on_main(lambda: _find_start(args, folder))
+    start_from = find_start(args, folder)
 
     corpus = _everywhere(lambda: use_embedded_corpus(args, params)) if args.embedded else None
     data = _everywhere(lambda: _open_data(args, params)) if args.dataset_manifest or args.train_data else None
@@ -187,14 +188,20 @@ def _open_validation(args: argparse.Namespace, params: ModelParams) -> list[Eval
     )
 
 
-def _find_start(args: argparse.Namespace, folder: Path) -> Path | None:
+def find_start(args: argparse.Namespace, folder: Path) -> Path | None:
     """The checkpoint that --resume or --pretrained names; None where `latest` finds nothing to go on from."""
-    if args.resume == "latest":
-        if args.remote_sync is not None:
-            fetch_run(folder, f"{args.remote_sync.rstrip('/')}/{folder.name}")
-        return find_checkpoint(str(folder)) if run_folder.has_checkpoint(folder) else None
-    given = args.resume or args.pretrained
-    return None if given is None else find_checkpoint(given)
+    if args.resume != "latest":
+        given = args.resume or args.pretrained
+        return None if given is None else on_main(lambda: find_checkpoint(given))
+    if args.remote_sync is not None:
+        on_main(lambda: fetch_run(folder, f"{args.remote_sync.rstrip('/')}/{folder.name}"))
+    if not on_main(lambda: run_folder.has_checkpoint(folder)):
+        return None
+    with contextlib.closing(Checkpointer(folder / CHECKPOINTS)) as checkpoints:
+        path = checkpoints.latest()
+    if path is None:
+        raise UserError(f"every checkpoint in {folder / CHECKPOINTS} is damaged; start a new run with --name")
+    return path
 
 
 def _everywhere(function):

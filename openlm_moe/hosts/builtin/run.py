@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _log_to_console(rank: int, debug: bool) -> None:
     level = logging.DEBUG if debug else logging.INFO if rank == 0 else logging.WARNING
-    logging.basicConfig(level=level, format="%(message)s", stream=sys.stdout, force=True)
+    logging.basicConfig(level=level, format="%(message)s", stream=sys.stdout)
     for noisy in ("fsspec", "urllib3", "matplotlib", "torch.distributed"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
