@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import warnings
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from openlm_moe.convert.open_lm_format import OUR_STATE, rotary_tables
 from openlm_moe.parallel.checkpoint import STATE, read_checked_index
-from openlm_moe.parallel.safe_reader import SafeLoadPlanner, SafeReader
+from openlm_moe.parallel.safe_reader import read_tensors
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,15 +56,13 @@ def read_part(checkpoint: Path, index: Metadata, part: str) -> dict[str, Any]:
         entry = index.state_dict_metadata[name]
         tensor = isinstance(entry, TensorStorageMetadata)
         _put(state, path, torch.empty(entry.size, dtype=entry.properties.dtype) if tensor else None)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(state, storage_reader=SafeReader(checkpoint), planner=SafeLoadPlanner(), no_dist=True)
+    read_tensors(state, checkpoint, alone=True)
     return state[part]
 
 
 def _put(container: Any, path: tuple[str | int, ...], value: Any) -> None:
     """Sets `container[path[0]][path[1]]... = value`, making dicts, and lists where the key that follows is a number."""
-    for key, following in zip(path, path[1:], strict=False):
+    for key, following in pairwise(path):
         container = _slot(container, key, [] if isinstance(following, int) else {})
     if isinstance(container, list):
         container.extend([None] * (path[-1] + 1 - len(container)))

@@ -25,10 +25,11 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 from openlm_moe.errors import UserError
-from openlm_moe.parallel.safe_reader import SafeLoadPlanner, SafeReader, read_index
+from openlm_moe.parallel.safe_reader import read_index, read_tensors
 from openlm_moe.parallel.state import check_fit, copy_to_host, get_state, set_state
 
 MARKER = "COMPLETE"
@@ -113,18 +114,19 @@ class Checkpointer:
         path = Path(path)
         state = get_state(model, optimizer)
         check_fit(read_checked_index(path), state, f"checkpoint {path}")
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(state, storage_reader=SafeReader(path), planner=SafeLoadPlanner(), process_group=self._group)
+        read_tensors(state, path, self._group)
         set_state(state, model, optimizer)
         return json.loads((path / STATE).read_text())
 
     def _write(self, path: Path, tensors: dict[str, Any], state: str) -> None:
         aside = path.with_name(f".writing-{path.name}")
         self._on_main(lambda: _empty_folder(aside))
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(aside), process_group=self._group)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp.save(tensors, storage_writer=dcp.FileSystemWriter(aside), process_group=self._group)
+        except CheckpointException as error:  # not an Exception: nobody would expect it
+            raise next(iter(error.failures.values()))[0] from error
         sums = self._all(lambda: {name: _checksum(aside / name) for name in self._share(sorted(os.listdir(aside)))})
         files = {name: entry for part in sums for name, entry in part.items()}
         self._on_main(lambda: self._finish(aside, path, state, files))

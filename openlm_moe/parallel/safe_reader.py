@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import io
 import pickle
+import warnings
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, filesystem, metadata
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
+
+from openlm_moe.errors import UserError
 
 _CLASSES: dict[tuple[str, str], Any] = {
     **{
@@ -81,3 +87,21 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         torch.save(torch.load(value, weights_only=True), plain)
         plain.seek(0)
         super().load_bytes(read_item, plain)
+
+
+def read_tensors(
+    state: dict[str, Any], folder: Path | str, process_group: dist.ProcessGroup | None = None, alone: bool = False
+) -> None:
+    """Fills the nested `state` in place from the checkpoint in `folder`; `alone` for one process without the others.
+
+    Raises `UserError` if any rank cannot read its part.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            reader, planner = SafeReader(folder), SafeLoadPlanner()
+            dcp.load(state, storage_reader=reader, planner=planner, process_group=process_group, no_dist=alone)
+    except CheckpointException as error:  # not an Exception: nobody would expect it
+        first = next(iter(error.failures.values()))[0]
+        reason = str(first).strip().splitlines()[0]
+        raise UserError(f"checkpoint {folder} cannot be read: {reason}; use an older one") from first
