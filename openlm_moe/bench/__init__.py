@@ -1,0 +1,1 @@
+"""Timings and counts: `python -m openlm_moe.bench`."""
