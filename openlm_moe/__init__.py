@@ -1,5 +1,7 @@
 """openlm-moe: dropless mixture-of-experts layers for training language models the open_lm way."""
 
+from typing import Any
+
 from openlm_moe.config import MoEConfig
 from openlm_moe.errors import UserError
 from openlm_moe.layers.balance import update_expert_biases
@@ -22,5 +24,16 @@ __all__ = [
     "checkpoint",
     "collect_losses",
     "moe_layers",
+    "register_open_lm",
+    "unregister_open_lm",
     "update_expert_biases",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The open_lm adapter, imported when it is asked for: it brings FSDP along, and most programs want neither."""
+    if name in ("register_open_lm", "unregister_open_lm"):
+        from openlm_moe.hosts import open_lm
+
+        return getattr(open_lm, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -57,6 +57,10 @@ class AllToAllDispatcher(nn.Module):
         super().__init__()
         self.group = group
 
+    def __deepcopy__(self, memo: dict) -> AllToAllDispatcher:
+        """A copy of the model (a weight average, say) talks to the same ranks; process groups cannot be copied."""
+        return AllToAllDispatcher(self.group)
+
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int) -> Rows:
         """Sends each row to its expert's rank. Rows arrive by source rank, then expert; `plan` sorts them by expert."""
         sent_plan = route_plan(experts_TK, num_experts)

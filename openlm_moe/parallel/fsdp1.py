@@ -109,6 +109,24 @@ def scatter_experts(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Ten
     return out
 
 
+def gather_expert_moments(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """`FSDP.optim_state_dict`'s result with the moments of every expert-parallel weight whole. A collective."""
+    moments = {}
+    for name, layer, weight in _spread_weights(model):
+        own = optimizer.state[weight]
+        moments[name] = {key: _gathered(layer, v) if v.shape == weight.shape else v for key, v in own.items()}
+    return {**state, "state": {**state.get("state", {}), **moments}} if moments else state
+
+
+def scatter_expert_moments(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """Inverse of `gather_expert_moments`, for `FSDP.optim_state_dict_to_load`."""
+    moments = dict(state["state"])
+    for name, layer, _ in _spread_weights(model):
+        ranks, rank = dist.get_world_size(layer.dispatcher.group), dist.get_rank(layer.dispatcher.group)
+        moments[name] = {k: v.chunk(ranks)[rank].clone() if v.dim() == 3 else v for k, v in moments[name].items()}
+    return {**state, "state": moments}
+
+
 def _spread_layers(model: nn.Module) -> list[MoELayer]:
     return [layer for _, layer in moe_layers(model) if isinstance(layer.dispatcher, AllToAllDispatcher)]
 
