@@ -58,7 +58,10 @@ class _Unit:
 
     @property
     def groups(self) -> list[Any]:
-        return self.state._fsdp_param_groups
+        if hasattr(self.state, "_fsdp_param_groups"):
+            return self.state._fsdp_param_groups
+        only = self.state._fsdp_param_group  # torch before 2.12
+        return [] if only is None else [only]
 
     @property
     def is_open(self) -> bool:

@@ -20,6 +20,7 @@ def test_counted_bytes_are_computed_bytes(ranks, world, sharding):
         assert one["counted"] == pytest.approx(one["computed"], rel=1e-9), one["ep"]
 
 
+@pytest.mark.slow
 def test_command(run):
     flags = ["--ranks", 2, "--seq-len", 16, "--sequences", 1, "--steps", 1, "--experts", 2, "--moe-ffn-dim", 32]
     command = [sys.executable, "-m", "openlm_moe.bench", "scale", "--model", "open_lm_test_tiny", *flags]

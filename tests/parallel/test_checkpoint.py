@@ -103,6 +103,8 @@ def damage_length(path):
     file.write_bytes(file.read_bytes()[:-10])
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
 DAMAGE = {
     "bit": damage_bit,
     "length": damage_length,
