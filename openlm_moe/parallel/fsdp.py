@@ -204,6 +204,10 @@ def materialise(model: nn.Module, layout: Layout, seed: int, cpu_offload: bool =
     as MoE layers and the built-in model do. Values are those of a one-process build, bitwise.
     """
     model.to_empty(device=torch.device("cpu") if cpu_offload else layout.device)
+    if cpu_offload:  # of parameters: what is computed with directly has to be where the computation is
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(layout.device)
     model.init_weights(seed)
     return model
 

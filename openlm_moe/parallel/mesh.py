@@ -79,18 +79,20 @@ def _local_device(local_rank: int) -> torch.device:
 
 def make_layout(
     fsdp: bool,
-    hybrid: bool,
-    expert_parallel: str | int,
-    num_experts: int,
-    device: torch.device,
+    hybrid: bool = False,
+    expert_parallel: str | int = "off",
+    num_experts: int = 0,
+    device: torch.device | None = None,
 ) -> Layout:
-    """The layout of this world.
+    """The layout of this world. `device` is this rank's own, as `init_distributed` returned it.
 
     `hybrid` shards within a node and replicates across nodes (needs `fsdp`). `expert_parallel` is "off", "auto" (the
     largest divisor of both `num_experts` and the ranks of a node) or the number of ranks that split the experts.
 
     Raises `UserError`, with the numbers that would fit, when the split does not come out even.
     """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = _local_device(local_rank) if device is None else device
     if hybrid and not fsdp:
         raise UserError("--fsdp-hybrid needs --fsdp: it says how the shards are laid over the nodes")
     if fsdp and not dist.is_initialized():
@@ -98,7 +100,6 @@ def make_layout(
     world = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if hybrid and world % local_world:
         raise UserError(
             f"--fsdp-hybrid needs nodes of equal size: {world} ranks are no multiple of {local_world} a node"

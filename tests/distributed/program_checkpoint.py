@@ -1,7 +1,8 @@
-"""Checkpoints between layouts. Arguments: save|load, a folder, and expert-parallel sizes.
+"""Checkpoints between layouts. Arguments: save|load, a folder, and layouts: an expert-parallel size under FSDP, or
+r and a size for replicated parameters.
 
-`save` trains two AdamW steps under each size, and keeps beside each checkpoint the whole tensors as a reference.
-`load` puts every checkpoint of the folder into a fresh model under each size and compares bitwise.
+`save` trains two AdamW steps under each layout, and keeps beside each checkpoint the whole tensors as a reference.
+`load` puts every checkpoint of the folder into a fresh model under each layout and compares bitwise.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from openlm_moe.parallel.state import full_tensor
 CONFIG = MoEConfig(num_experts=4, ffn_dim=24, ffn="swiglu", shared_experts=1, balance="bias")
 
 
-def make(ep: int, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-    layout = make_layout(True, False, ep, CONFIG.num_experts, torch.device("cpu"))
+def make(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    layout = make_layout(
+        not kind.startswith("r"), False, int(kind.removeprefix("r")), CONFIG.num_experts, torch.device("cpu")
+    )
     model = parallelize(toy.build(CONFIG, torch.float32, "dm", seed), layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2 * (1 + seed), betas=(0.9, 0.95))
     return model, optimizer, layout
@@ -42,12 +45,12 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, layout: Any, number
     optimizer.zero_grad()
 
 
-def save(folder: Path, ep: int) -> str:
-    model, optimizer, layout = make(ep, 0)
+def save(folder: Path, kind: str) -> str:
+    model, optimizer, layout = make(kind, 0)
     model.blocks[1].ffn.router.expert_bias.copy_(torch.arange(4.0))
     for number in range(2):
         step(model, optimizer, layout, number)
-    name = f"{layout.world_size}-{ep}"
+    name = f"{layout.world_size}-{kind}"
     checkpointer = Checkpointer(folder / name)
     checkpointer.save(2, model, optimizer, {"name": name})
     reference = whole_state(model, optimizer)
@@ -58,28 +61,30 @@ def save(folder: Path, ep: int) -> str:
     return name
 
 
-def load(folder: Path, ep: int) -> dict[str, str]:
+def load(folder: Path, kind: str) -> dict[str, str]:
     found = {}
     for home in sorted(path for path in folder.iterdir() if path.is_dir()):
-        model, optimizer, layout = make(ep, 7)
+        model, optimizer, layout = make(kind, 7)
         checkpointer = Checkpointer(home)
         state = checkpointer.load(checkpointer.latest(), model, optimizer)
         checkpointer.close()
         reference, loaded = torch.load(folder / f"{home.name}.pt"), whole_state(model, optimizer)
         different = [n for n in reference | loaded if n not in loaded or not torch.equal(reference[n], loaded[n])]
+        before = toy.weights(model)
         step(model, optimizer, layout, 2)
+        still = [name for name, value in toy.weights(model).items() if torch.equal(value, before[name])]
         steps = {int(values["step"]) for values in optimizer.state.values()}
-        right = state == {"name": home.name} and steps == {3} and optimizer.param_groups[0]["lr"] == 1e-2
+        right = not still and state == {"name": home.name} and steps == {3} and optimizer.param_groups[0]["lr"] == 1e-2
         verdict = "equal" if not different and right and len(reference) > 20 else f"{different[:3]} {steps} {state}"
-        found[f"{home.name} -> {layout.world_size}-{ep}"] = verdict
+        found[f"{home.name} -> {layout.world_size}-{kind}"] = verdict
     return found
 
 
 def program(arguments: list[str]) -> dict[str, Any]:
-    what, folder, *sizes = arguments
+    what, folder, *kinds = arguments
     if what == "save":
-        return {"saved": [save(Path(folder), int(ep)) for ep in sizes]}
-    return {name: verdict for ep in sizes for name, verdict in load(Path(folder), int(ep)).items()}
+        return {"saved": [save(Path(folder), kind) for kind in kinds]}
+    return {name: verdict for kind in kinds for name, verdict in load(Path(folder), kind).items()}
 
 
 if __name__ == "__main__":

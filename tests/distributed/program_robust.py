@@ -14,9 +14,9 @@ import torch.distributed as dist
 import toy
 from torch import Tensor, nn
 
-from openlm_moe import MoEConfig, collect_losses, moe_layers
+from openlm_moe import MoEConfig, build_moe, collect_losses, moe_layers
 from openlm_moe.layers import router as router_module
-from openlm_moe.parallel import check_plan, clip_grad_norm_, make_layout, parallelize
+from openlm_moe.parallel import apply_expert_parallel, check_plan, clip_grad_norm_, make_layout, parallelize
 from openlm_moe.parallel.mesh import Layout
 
 CONFIG = MoEConfig(num_experts=4, ffn_dim=24, balance_scope="sequence")
@@ -64,6 +64,35 @@ def skewed(layout: Layout) -> dict[str, float]:
             optimizer.step()
             optimizer.zero_grad()
     return {"worst": toy.max_over_ranks(worst), "empty experts": empty, "missing": missing}
+
+
+def one_holds_all(layout: Layout) -> dict[str, float]:
+    """Every token goes to experts of rank 0, so that rank 1 receives nothing: against one process routed so."""
+    model, reference = parallelize(toy.build(CONFIG, pattern="dm"), layout), toy.build(CONFIG, pattern="dm")
+    with choose(lambda scores: torch.tensor([[0, 1]]).expand(scores.shape[0], 2)):
+        one_step(model, layout)
+        toy.train_step(reference, toy.batch(0, 6), 6 * toy.LENGTH)
+    return {"worst": toy.max_over_ranks(toy.worst(toy.gradients(model), toy.gradients(reference)))}
+
+
+def alone(config: MoEConfig, layout: Layout) -> float:
+    """A layer with padding tokens: output and gradients of expert parallel against the local layer, on this rank."""
+    torch.manual_seed(0)
+    local = build_moe(toy.DIM, 0, config).double()
+    local.init_weights(3)
+    spread = nn.ModuleList([build_moe(toy.DIM, 0, config).double()])
+    spread.load_state_dict({f"0.{name}": value for name, value in local.state_dict().items()})
+    apply_expert_parallel(spread, layout)
+    torch.manual_seed(1 + layout.rank)
+    x, mask = torch.randn(2, 2, 9, toy.DIM, dtype=torch.float64), torch.rand(2, 9) > 0.3
+    found = []
+    for layer, part in ((spread[0], x[0]), (local, x[0].clone())):
+        part = part.clone().requires_grad_()
+        out = layer(part, mask)
+        out.square().sum().backward()
+        found.append([out.detach(), part.grad, layer.router.weight.grad])
+    assert found[0][0][~mask].abs().max() == 0
+    return toy.max_over_ranks(toy.worst(found[0], found[1]))
 
 
 def random_routing(layout: Layout, steps: int) -> bool:
@@ -238,6 +267,9 @@ def program(arguments: list[str]) -> dict[str, Any]:
     check_plan(parallelize(toy.build(CONFIG, torch.float32, "dm"), replicated))
     return {
         "skewed": skewed(layout),
+        "one holds all": one_holds_all(layout),
+        "padding": alone(CONFIG, layout),
+        "capacity": alone(replace(CONFIG, moe_type="capacity", capacity_factor=0.7), layout),
         "poisoned": poisoned(layout),
         "nan": one_rank_nan(layout),
         "clipping": clipping(layout),

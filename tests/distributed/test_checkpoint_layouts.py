@@ -19,10 +19,10 @@ def resave(ranks, folder, saved, loaded) -> dict[str, str]:
 
 
 def test_layouts_load_into_others(ranks, tmp_path):
-    assert resave(ranks, tmp_path / "saved", {1: (1,), 4: (2,)}, {1: (1,), 2: (2,), 4: (4,)}) == {}
+    assert resave(ranks, tmp_path / "saved", {1: ("r1",), 4: (2,)}, {1: ("r1",), 2: ("r2",), 4: (4,)}) == {}
 
 
 @pytest.mark.slow
 def test_every_layout_loads_into_every_other(ranks, tmp_path):
-    every = {1: (1,), 2: (1, 2), 4: (1, 2, 4)}
+    every = {1: (1, "r1"), 2: (1, 2, "r1", "r2"), 4: (1, 2, 4)}
     assert resave(ranks, tmp_path / "saved", every, every) == {}

@@ -11,6 +11,8 @@ def test_two_ranks(ranks):
     found = ranks(2, "program_robust.py", "all")
     assert found["skewed"]["worst"] < 1e-12
     assert found["skewed"]["empty experts"] == 0.0 and found["skewed"]["missing"] == 0
+    assert found["one holds all"]["worst"] < 1e-12
+    assert found["padding"] < 1e-12 and found["capacity"] < 1e-12
     assert found["poisoned"] == {"poison works": True, "losses": True, "gradients": True}
     assert found["nan"] == {"none steps": True, "unscaled": True}
     assert found["clipping"] < 1e-12
