@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 
-from openlm_moe import MoEConfig, moe_layers
+from openlm_moe import MoEConfig, build_moe, moe_layers
 from openlm_moe.parallel import (
     PlanError,
     apply_expert_parallel,
@@ -146,6 +146,27 @@ def order(layout: Layout, kind: str) -> list[str]:
     return [word(collective, layout) for collective in found]
 
 
+class MoELast(nn.Module):
+    """Nothing follows the layer whose backward could bring its experts' all-gather along."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.moe = nn.Embedding(toy.VOCAB, toy.DIM), build_moe(toy.DIM, 0, CONFIG)
+        self.moe.init_weights(0)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.moe(self.embed(tokens))
+
+
+def order_of_last(layout: Layout) -> list[str]:
+    model = parallelize(MoELast(), layout)
+    tokens = toy.batch(layout.rank, 2)
+    model(tokens).square().sum().backward()
+    with record_collectives() as found:
+        model(tokens).square().sum().backward()
+    return [word(collective, layout) for collective in found]
+
+
 def word(collective: Collective, layout: Layout) -> str:
     expert_numel = 2 * CONFIG.num_experts // layout.expert_parallel * toy.DIM * CONFIG.ffn_dim
     what = {"all-gather": "gather", "reduce-scatter": "scatter", "all-to-all": "exchange"}[collective.kind]
@@ -173,6 +194,7 @@ def program(arguments: list[str]) -> dict[str, Any]:
     layout = make_layout(True, False, 2, CONFIG.num_experts, torch.device("cpu"))
     if arguments == ["order"]:
         words = {kind: order(layout, kind) for kind in ("off", "block", "experts")}
+        words["last"] = order_of_last(layout)
         return {"words": words, "same": all(same_everywhere(found) for found in words.values())}
     bad = (
         block_as_unit,

@@ -190,6 +190,9 @@ def every_parameter_trains(layout: Layout, **options: Any) -> dict[str, Any]:
     model = parallelize(toy.build(CONFIG, torch.float32, "dm"), layout, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     before = toy.weights(model)
+    seen = []
+    for _, layer in moe_layers(model):
+        layer.experts.register_forward_pre_hook(lambda module, args: seen.append(str(args[1].dtype)))
     loss = one_step(model, layout)
     optimizer.step()
     after = toy.weights(model)
@@ -199,6 +202,7 @@ def every_parameter_trains(layout: Layout, **options: Any) -> dict[str, Any]:
         "groups": sorted(held) == sorted(id(p) for p in model.parameters()),
         "fp32": all(p.dtype == torch.float32 for p in model.parameters()),
         "steps": {int(state["step"]) for state in optimizer.state.values()} == {1},
+        "combine weights": set(seen) == {"torch.float32"},
         "loss": loss.item(),
     }
 
@@ -236,11 +240,12 @@ def empty_evaluation(layout: Layout) -> dict[str, Any]:
     model = parallelize(toy.build(CONFIG, pattern="dm"), layout)
     reference = toy.build(CONFIG, pattern="dm")
     tokens = toy.batch(0, 4)[:, :-1]
+    held = [*model.parameters(), *reference.parameters()]  # as an optimizer holds them
     with torch.no_grad():
         logits = model(tokens if layout.rank == 0 else tokens[:0])
         worst = toy.worst([logits], [reference(tokens if layout.rank == 0 else tokens[:0])])
     with torch.no_grad():  # weights change after an evaluation: nothing gathered may go stale
-        for parameter in [*model.parameters(), *reference.parameters()]:
+        for parameter in held:
             parameter.mul_(0.5)
     one_step(model, layout)
     toy.train_step(reference, toy.batch(0, 6), 6 * toy.LENGTH)

@@ -48,6 +48,9 @@ def test_experts_are_gathered_before_rows_travel(ranks):
     """4 ranks, expert parallel 2, two MoE layers between dense blocks."""
     found = ranks(4, "program_plan.py", "order")
     assert found["same"], "ranks issue their collectives in different orders"
+    last = found["words"].pop("last")
+    assert experts_come_first([word for word in last if "backward" not in word]), last
+    assert last.index("gather experts (backward)") < last.index("exchange (backward)"), last
     for kind, words in found["words"].items():
         forward = [word for word in words if "backward" not in word]
         backward = [word.removesuffix(" (backward)") for word in words if "backward" in word]

@@ -23,6 +23,7 @@ def test_two_ranks(ranks):
     fp32 = found["trains"]["fp32"]["loss"]
     for mode, trained in found["trains"].items():
         assert trained["still"] == [] and trained["groups"] and trained["fp32"] and trained["steps"], mode
+        assert trained["combine weights"], mode
         assert trained["loss"] == pytest.approx(fp32, rel=1e-6 if "bf16" not in mode and mode != "amp" else 1e-2), mode
     assert found["router"] > 1e-3
     assert found["global"] < 1e-12
