@@ -85,6 +85,20 @@ MUTATIONS = (
         "return 1 / math.sqrt(64 * dim)",
         "tests/layers/test_init.py",
     ),
+    Mutation(
+        "gradients averaged over a mesh's ranks",
+        "openlm_moe/parallel/fsdp.py",
+        "module.set_gradient_divide_factor(1.0)",
+        "pass",
+        "tests/distributed/test_exact.py::test_equals_one_process[2-2-fsdp]",
+    ),
+    Mutation(
+        "a step counted before the first",
+        "openlm_moe/parallel/state.py",
+        "value.zero_()",
+        "pass",
+        "tests/parallel/test_checkpoint.py::test_step_counters_start_at_0",
+    ),
 )
 
 

@@ -54,8 +54,8 @@ KINDS = [("off", False), ("block", False), ("block", True), ("experts", False), 
 
 def program(arguments: list[str]) -> dict[str, Any]:
     ep, sharding, amount = arguments
-    if sharding == "hybrid":  # as if two nodes of two ranks each
-        os.environ["LOCAL_WORLD_SIZE"] = "2"
+    if sharding == "hybrid":  # as if on two nodes
+        os.environ["LOCAL_WORLD_SIZE"] = str(int(os.environ["WORLD_SIZE"]) // 2)
     layout = make_layout(sharding != "replicate", sharding == "hybrid", ep, 8, torch.device("cpu"))
     found: dict[str, Any] = {"ep": layout.expert_parallel}
     pattern = "dm" if amount == "quick" else "dmmd"

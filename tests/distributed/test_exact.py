@@ -25,6 +25,12 @@ def test_equals_one_process(ranks, world, ep, sharding):
 
 
 @pytest.mark.slow
+def test_replicas_of_shards_of_experts(ranks):
+    """Eight ranks: two replicas, each of two shards of two expert-parallel ranks."""
+    judge(ranks(8, "program_exact.py", 2, "hybrid", "quick", timeout=200), 2)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "ep", "sharding"), LAYOUTS + MORE)
 def test_equals_one_process_in_every_mode(ranks, world, ep, sharding):
     wanted = {"off": 1, "auto": 4}.get(ep, ep)
