@@ -1,7 +1,7 @@
 """Checkpoints that survive being killed, and that any number of ranks can resume.
 
     <folder>/step_0000100/      torch.distributed.checkpoint files, state.json, and COMPLETE, which is written last
-    <folder>/.writing-...       a save under way; never looked at again if it is not finished
+    <folder>/.writing-...       a save under way; if it is not finished, the next run's first save removes it
 
 COMPLETE lists every file's size and checksum, so that a torn or altered checkpoint is noticed before it is used.
 """
@@ -62,7 +62,7 @@ class Checkpointer:
         self._world = dist.get_world_size() if dist.is_initialized() else 1
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
-        self._on_main(self._clean)
+        self._cleaned = False
         atexit.register(self._thread.shutdown)
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer | None, state: dict[str, Any]) -> Path:
@@ -73,6 +73,9 @@ class Checkpointer:
     def write(self, step: int, tensors: dict[str, Any], state: dict[str, Any]) -> Path:
         """As `save`, of tensors laid out as `state.get_state` gives them."""
         self.wait()
+        if not self._cleaned:  # not earlier: who only reads may share the folder with a run that is saving
+            self._on_main(self._clean)
+            self._cleaned = True
         text = json.dumps(state)
         path = self.folder / f"step_{step:07d}"
         if self.asynchronous:
@@ -95,6 +98,7 @@ class Checkpointer:
     def latest(self) -> Path | None:
         """The newest checkpoint that is complete and undamaged, the same on every rank; None if there is none."""
         self.wait()
+        self._on_main(self._put_back)
         names = self._from_main(lambda: [path.name for path in complete_checkpoints(self.folder)])
         for name in reversed(names):
             path = self.folder / name
@@ -148,13 +152,18 @@ class Checkpointer:
                 shutil.rmtree(old)
 
     def _clean(self) -> None:
+        """Removes what saves that were killed have left."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for replaced in self.folder.glob(".replaced-*"):
-            original = replaced.with_name(replaced.name.removeprefix(".replaced-"))
-            if not original.exists():  # killed between the two renames of `_finish`
-                replaced.rename(original)
+        self._put_back()
         for left in [*self.folder.glob(".writing-*"), *self.folder.glob(".replaced-*")]:
             shutil.rmtree(left)
+
+    def _put_back(self) -> None:
+        """Undoes the first rename of a `_finish` that was killed before its second."""
+        for replaced in self.folder.glob(".replaced-*"):
+            original = replaced.with_name(replaced.name.removeprefix(".replaced-"))
+            if not original.exists():
+                replaced.rename(original)
 
     def _fault(self, path: Path) -> str | None:
         """What is wrong with this rank's share of the files of `path`, in words."""

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-GRACE = 20.0
+GRACE = 15.0
 
 
 def main() -> None:

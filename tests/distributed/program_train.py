@@ -42,6 +42,7 @@ def program(arguments: list[str]) -> dict[str, Any]:
     step, path = 0, checkpointer.latest()
     if path is not None:
         step = checkpointer.load(path, model, optimizer)["step"]
+    print("STARTED", flush=True)
     first, stopped = step, False
     while step < steps and not stopped:
         tokens = toy.batch(step, 6)

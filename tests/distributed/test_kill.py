@@ -40,7 +40,8 @@ def test_killed_at_random_moments(ranks, tmp_path, unbroken, kills):
     for _ in range(kills):
         victim = moments.randrange(2)
         answer, where = ranks.start(2, PROGRAM, folder, STEPS, "nothing", kill=(victim, moments.uniform(0.2, seconds)))
-        assert not answer["forced"], "a rank waited for the dead one: " + (where / f"err.{1 - victim}").read_text()
+        if "STARTED" in (where / f"out.{1 - victim}").read_text():  # before, it waits for the other to arrive
+            assert not answer["forced"], "a rank waited for the dead one: " + (where / f"err.{1 - victim}").read_text()
         landed += any(answer["codes"])
         if not any(answer["codes"]):  # it was through before the kill: begin again from its last but one checkpoint
             for left in ("weights.pt", f"checkpoints/step_{STEPS:07d}/COMPLETE"):

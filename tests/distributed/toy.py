@@ -89,7 +89,7 @@ def batch(step: int, sequences: int) -> Tensor:
 def share_of_rank(tokens: Tensor, rank: int, world: int) -> Tensor:
     """Uneven: rank 0 gets more sequences than the last rank."""
     sizes = [tokens.shape[0] // world] * world
-    sizes[0], sizes[-1] = sizes[0] + 1, sizes[-1] - 1
+    sizes[0], sizes[-1] = sizes[0] + 1 + tokens.shape[0] % world, sizes[-1] - 1
     return tokens.split(sizes)[rank] if world > 1 else tokens
 
 

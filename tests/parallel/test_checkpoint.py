@@ -153,8 +153,11 @@ def test_a_save_that_fails_leaves_the_last_one(tmp_path, monkeypatch, failing):
     monkeypatch.undo()
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["step_0000001"]
     again = Checkpointer(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == ["step_0000001"], "what a broken save left is removed"
     assert again.latest().name == "step_0000001"
+    assert sorted(os.listdir(tmp_path)) == [".writing-step_0000002", "step_0000001"], "a reader must remove nothing"
+    again.save(3, model, optimizer, {})
+    again.close()
+    assert sorted(os.listdir(tmp_path)) == ["step_0000001", "step_0000003"], "what a broken save left is removed"
 
 
 def test_killed_between_the_renames(tmp_path):
@@ -162,8 +165,12 @@ def test_killed_between_the_renames(tmp_path):
     keeper = Checkpointer(tmp_path)
     path = keeper.save(1, model, optimizer, {})
     keeper.wait()
-    path.rename(tmp_path / ".replaced-step_0000001")
-    assert Checkpointer(tmp_path).latest() == path
+    for use in (lambda again: again.latest(), lambda again: again.save(2, model, optimizer, {})):
+        path.rename(tmp_path / ".replaced-step_0000001")
+        again = Checkpointer(tmp_path)
+        use(again)
+        again.close()
+        assert complete_checkpoints(tmp_path)[0] == path
 
 
 def test_another_architecture_is_refused(tmp_path):
