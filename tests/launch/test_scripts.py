@@ -138,6 +138,15 @@ def test_no_address_but_loopback_ends_the_job_unless_one_is_given(job: Job) -> N
     assert job.seen("srun").startswith("10.7.7.7:")
 
 
+def test_hanging_collectives_are_recorded_beside_the_run(job: Job) -> None:
+    job.stub("srun", "env >env.log")
+    assert job.start().returncode == 0
+    seen = dict(line.split("=", 1) for line in job.seen("env").splitlines())
+    assert seen["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert int(seen["TORCH_FR_BUFFER_SIZE"]) > 0
+    assert seen["TORCH_FR_DUMP_TEMP_FILE"].startswith(f"{job.folder}/logs/test-4711/output/")
+
+
 def test_one_node_needs_no_name_service(job: Job) -> None:
     job.stub("scontrol", "echo n1")
     job.env["SLURM_JOB_NUM_NODES"] = "1"
@@ -218,6 +227,55 @@ def test_stop_file_of_an_earlier_start_is_removed(job: Job) -> None:
     stop.touch()
     job.stub("srun", f"[[ ! -e {stop} ]] || exit 9")
     assert job.start().returncode == 0
+
+
+@pytest.fixture
+def node(run: Callable, tmp_path: Path) -> Callable[..., dict[str, str]]:
+    """Runs node.sh with a torchrun that only tells its environment and arguments; returns them."""
+    (tmp_path / "bin").mkdir()
+    stub = tmp_path / "bin" / "torchrun"
+    stub.write_text('#!/bin/bash\nmkdir -p "$TRITON_CACHE_DIR"\nenv\necho "ARGUMENTS=$*"\n')
+    stub.chmod(0o755)
+    path = os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
+
+    unset = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "SLURM_JOB_ID")
+
+    def start(**env: str) -> dict[str, str]:
+        needed = {"PATH": path, "TMPDIR": str(tmp_path), "NODES": "2", "RENDEZVOUS": "127.0.0.1:29500"}
+        needed |= dict.fromkeys(unset, "")
+        done = run([LAUNCH / "node.sh", "--experts", "8"], env={**needed, **env})
+        assert done.returncode == 0, done.stderr
+        return dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+
+    return start
+
+
+def test_node_sh_under_slurm(node: Callable[..., dict[str, str]], tmp_path: Path) -> None:
+    job = {"SLURM_JOB_ID": "31", "SLURM_NODEID": "1", "SLURM_GPUS_ON_NODE": "4", "SLURM_CPUS_ON_NODE": "64"}
+    seen = node(**job, USER="me")
+    assert seen["ARGUMENTS"] == (
+        "--nnodes=2 --nproc-per-node=4 --local-addr=127.0.0.1 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:29500 "
+        f"--rdzv-id=31 --rdzv-conf=is_host=0,join_timeout=900 --no-python -- {LAUNCH}/rank.sh --experts 8"
+    )
+    assert seen["TRITON_CACHE_DIR"] == f"{tmp_path}/openlm-moe-me-31-1/triton"  # on the node, for this job and node
+    assert seen["TORCHINDUCTOR_CACHE_DIR"] == f"{tmp_path}/openlm-moe-me-31-1/inductor"
+    assert not (tmp_path / "openlm-moe-me-31-1").exists()  # and gone afterwards
+    assert seen["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert seen["OMP_NUM_THREADS"] == "16"
+    assert "is_host=1" in node(**{**job, "SLURM_NODEID": "0"})["ARGUMENTS"]
+
+
+def test_node_sh_without_slurm_knows_the_meeting_point_by_its_address(node: Callable[..., dict[str, str]]) -> None:
+    own = node(PROCESSES="2")["ARGUMENTS"]
+    assert "is_host=1" in own and "--nproc-per-node=2" in own
+    assert "is_host=0" in node(RENDEZVOUS="127.0.0.9:29500")["ARGUMENTS"]
+
+
+def test_node_sh_keeps_what_the_user_set(node: Callable[..., dict[str, str]]) -> None:
+    mine = {"TRITON_CACHE_DIR": "/tmp/mine", "PYTORCH_ALLOC_CONF": "backend:native", "OMP_NUM_THREADS": "3"}
+    seen = node(**mine, GLOO_SOCKET_IFNAME="ib0")
+    assert {key: seen[key] for key in mine} == mine
+    assert seen["GLOO_SOCKET_IFNAME"] == "ib0"
 
 
 def test_node_sh_asks_for_what_it_needs(run: Callable, tmp_path: Path) -> None:
