@@ -36,8 +36,8 @@ format: $(VENV)/test.stamp
 test-slurm: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -m slurm tests/launch $(PYTEST_ARGS)
 
-test-open-lm: $(VENV)/test.stamp
-	sh tests/hosts/open_lm_environment.sh "$(OPEN_LM_SOURCE)"
+test-open-lm:
+	sh tests/hosts/open_lm/environment.sh "$(OPEN_LM_SOURCE)"
 
 # Every table and figure of results/ from its records.
 results: $(VENV)/test.stamp
