@@ -146,8 +146,8 @@ class _Watch(TorchDispatchMode):
             for unit in self.units:
                 if unit.is_open:
                     self.faults.append(
-                        f"an all-to-all runs in {when} while the sharded unit of {unit} is open; make the parts of "
-                        "that module units of their own, so that the MoE layer's all-to-alls lie between them"
+                        f"an all-to-all runs in {when} while the sharded unit of {unit} is open; make its parts units "
+                        "of their own (apply_fsdp with group_parts=False), so that the all-to-alls lie between them"
                     )
         return func(*args, **(kwargs or {}))
 

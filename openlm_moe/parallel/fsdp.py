@@ -80,6 +80,7 @@ def apply_fsdp(
     cpu_offload: bool = False,
     reshard_after_forward: bool = True,
     blocks: Iterable[nn.Module] | None = None,
+    group_parts: bool = True,
 ) -> nn.Module:
     """Makes the units described at the top of this file, in place; returns `model`.
 
@@ -88,13 +89,16 @@ def apply_fsdp(
     reshard_after_forward: False keeps parameters gathered between forward and backward.
     blocks: the modules that repeat. Found where not given: the elements of the `nn.ModuleList` that holds MoE layers.
 
+    group_parts: False makes each part of a block with a MoE layer a unit of its own; needed where a part runs after the
+        layer. `check_plan` finds out.
+
     Works on any model that contains our MoE layers: layers are found by class. Raises `UserError` when a module that
     encloses a MoE layer owns parameters directly, since then no unit can hold them without spanning the all-to-all.
     """
     if precision not in PRECISIONS:
         raise UserError(f"FSDP precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}")
     options = _Options(layout, precision, cpu_offload, reshard_after_forward)
-    for unit in plan_units(model, None if blocks is None else list(blocks)):
+    for unit in plan_units(model, None if blocks is None else list(blocks), group_parts):
         _shard(unit, options)
     root_policy = MixedPrecisionPolicy(output_dtype=None if precision == "fp32" else torch.float32)
     fully_shard(model, mesh=layout.dense_mesh, mp_policy=root_policy, offload_policy=options.offload)

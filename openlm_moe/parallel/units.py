@@ -20,10 +20,12 @@ class Unit:
     keep_gathered: bool = False
 
 
-def plan_units(model: nn.Module, blocks: list[nn.Module] | None = None) -> list[Unit]:
+def plan_units(model: nn.Module, blocks: list[nn.Module] | None = None, group_parts: bool = True) -> list[Unit]:
     """The units of `model`: every parameter is in exactly one, and none spans a MoE layer's all-to-all.
 
     blocks: the repeated modules; found by `find_blocks` where not given.
+    group_parts: whether all that a block has beside its MoE layer is one unit. Right where all of it runs before the
+        layer; a block with a part that runs after it (a norm of the layer's output, say) needs False.
     Tied parameters are left to the root, which has to hold them: the modules that share them span the whole model.
     """
     blocks = find_blocks(model) if blocks is None else blocks
@@ -31,7 +33,7 @@ def plan_units(model: nn.Module, blocks: list[nn.Module] | None = None) -> list[
     tied = tied_parameters(model)
     units: list[Unit] = []
     for block in blocks:
-        units += _block_units(block, names)
+        units += _block_units(block, names, group_parts)
     for module in _outside(model, set(blocks), names):
         if any(parameter in tied for parameter in module.parameters()):
             continue
@@ -67,14 +69,13 @@ def tied_parameters(model: nn.Module) -> set[nn.Parameter]:
     return tied
 
 
-def _block_units(block: nn.Module, names: dict[nn.Module, str]) -> Iterator[Unit]:
+def _block_units(block: nn.Module, names: dict[nn.Module, str], group_parts: bool) -> Iterator[Unit]:
     if not _has_moe(block):
         yield Unit("dense", [block])
         return
     layers = [module for module in block.modules() if isinstance(module, MoELayer)]
     rest = list(_outside(block, set(layers), names)) if block not in layers else []
-    if rest:
-        yield Unit("dense", rest)
+    yield from (Unit("dense", part) for part in ([rest] if group_parts and rest else [[module] for module in rest]))
     for layer in layers:
         _refuse_own_parameters(layer, names)
         for child in layer.children():

@@ -183,6 +183,23 @@ def same_everywhere(words: list[str]) -> bool:
     return all(other == words for other in everywhere)
 
 
+class PostNorm(nn.Module):
+    """A block whose second norm is applied to the MoE layer's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2, self.moe = nn.RMSNorm(toy.DIM), nn.RMSNorm(toy.DIM), build_moe(toy.DIM, 0, CONFIG)
+        self.moe.init_weights(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.norm2(self.moe(self.norm1(x)))
+
+
+def post_norm(layout: Layout, group_parts: bool) -> str:
+    model = nn.Sequential(nn.Embedding(toy.VOCAB, toy.DIM), PostNorm())
+    return verdict(lambda layout: parallelize(model, layout, blocks=[model[1]], group_parts=group_parts), layout)
+
+
 def tied(layout: Layout) -> str:
     """Tied embeddings leave the root with one parameter, which is allowed."""
     model = toy.build(CONFIG, torch.float32)
@@ -212,6 +229,8 @@ def program(arguments: list[str]) -> dict[str, Any]:
         lambda layout: parallelize(toy.build(CONFIG, torch.float32), layout, precision="amp"), layout
     )
     found["tied"] = tied(layout)
+    found["post norm"] = post_norm(layout, group_parts=False)
+    found["post norm, grouped"] = post_norm(layout, group_parts=True)
     found["trace"] = leaves_no_trace(layout)
     return found
 

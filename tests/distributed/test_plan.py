@@ -17,13 +17,14 @@ def words_of():
         "replicated_experts": "blocks.1.ffn.experts.w1 is not split over the ranks [0, 1]",
         "unwrapped_head": "parameter head.weight is in no sharded unit",
         "two_units": "a parameter is in two units",
+        "post norm, grouped": "in forward while the sharded unit of 1.norm1 + 1.norm2 is open",
         "low_router": "blocks.1.ffn.router computes in bfloat16",
     }
 
 
 def test_plans(ranks, words_of):
     found = ranks(2, "program_plan.py")
-    for plan in ("right", "apply_fsdp", "amp", "tied"):
+    for plan in ("right", "apply_fsdp", "amp", "tied", "post norm"):
         assert found.pop(plan) == "accepted", plan
     assert found.pop("trace") == {"no gradient": True, "random state": True, "mode": True}
     assert found.keys() == words_of.keys()

@@ -48,6 +48,12 @@ def test_units_of_a_nested_model():
     ]
 
 
+def test_parts_apart():
+    model = Model("dm")
+    found = [module for kind, module, _ in names(model, plan_units(model, group_parts=False)) if kind == "dense"]
+    assert found[1:4] == [f"trunk.layers.1.{part}" for part in ("attention", "norm", "other_norm")]
+
+
 @pytest.mark.parametrize("pattern", ["dm", "mm", "dd"])
 def test_every_parameter_is_in_exactly_one_unit(pattern):
     model = Model(pattern)
