@@ -13,8 +13,9 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 LAUNCH = Path(__file__).resolve().parent
 sys.path[1:1] = [str(LAUNCH.parent), str(LAUNCH.parent / "kernels")]  # a checkout that is not installed
@@ -96,12 +97,23 @@ def check_flags(args: argparse.Namespace, flags: Sequence[str]) -> None:
     if plan["fits"] or args.force:
         return
     need, have = (plan["memory_bytes"][key] / 2**30 for key in ("peak", "available"))
-    fits = [a["change"] for a in plan["advice"]] if any(a["fits"] for a in plan["advice"]) else []
-    change = f"; it fits with {', '.join(fits)}" if fits else ""
+    advice = plan["advice"]
+    change = f"; it fits with {merged(advice)}" if advice and advice[-1]["fits"] else ""
     raise UserError(
         f"the job needs {need:.1f} GiB on a {kind}, which has {have:.1f} free{change} "
         "(python -m openlm_moe.plan says more; --force submits it as it is)"
     )
+
+
+def merged(advice: Sequence[Mapping[str, Any]]) -> str:
+    """The flags of several changes on top of each other; of one that is named twice, the last value."""
+    values: dict[str, list[str]] = {}
+    for word in (word for change in advice for word in change["flags"]):
+        if word.startswith("--"):
+            values[flag := word] = []
+        else:
+            values[flag].append(word)
+    return " ".join(word for flag, words in values.items() for word in (flag, *words))
 
 
 def render(args: argparse.Namespace, logs: Path, name: str | None, flags: Sequence[str]) -> str:

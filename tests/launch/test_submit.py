@@ -121,7 +121,7 @@ def test_submits_from_any_folder_and_keeps_the_job(submit: Callable[..., Done], 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--gpu", "H100", "--", *TOO_BIG], "it fits with shard with --fsdp --fsdp-amp"),
+        (["--gpu", "H100", "--", *TOO_BIG], "it fits with --fsdp --fsdp-amp --expert-parallel 8 --accum-freq 4 ("),
         (["--gpus-per-node", "h100:8", "--", *TOO_BIG], "GiB on a H100"),
         (["--gpu", "X100", "--", *FITS], "unknown GPU 'X100'; known are"),
         (["--", *FITS, "--expertss", "8"], "unknown argument --expertss; did you mean --experts?"),
