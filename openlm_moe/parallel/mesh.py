@@ -53,9 +53,7 @@ def init_distributed(timeout_s: float = 600.0) -> torch.device:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = _local_device(local_rank)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-        # Tensors on the host (checkpoint plans, stop requests) go through gloo, whatever trains on the accelerator.
-        backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        dist.init_process_group(_backend(device), timeout=timedelta(seconds=timeout_s))
     return device
 
 
@@ -96,7 +94,7 @@ def make_layout(
     if hybrid and not fsdp:
         raise UserError("--fsdp-hybrid needs --fsdp: it says how the shards are laid over the nodes")
     if fsdp and not dist.is_initialized():
-        dist.init_process_group(_single_backend(device), store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1)
     world = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
@@ -134,7 +132,8 @@ def expert_parallel_size(wanted: str | int, num_experts: int, span: int, local_w
     return ep
 
 
-def _single_backend(device: torch.device) -> str:
+def _backend(device: torch.device) -> str:
+    """Tensors on the host (checkpoint plans, stop requests) go through gloo, whatever trains on the accelerator."""
     return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
 
 

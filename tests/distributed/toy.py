@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from openlm_moe import MoEConfig, build_moe, checkpoint, collect_losses, moe_layers
-from openlm_moe.parallel import clip_grad_norm_
+from openlm_moe.parallel import clip_grad_norm_, gradient_sync
 from openlm_moe.parallel.state import full_tensor
 
 VOCAB, DIM, LENGTH = 37, 16, 8
@@ -93,17 +93,22 @@ def share_of_rank(tokens: Tensor, rank: int, world: int) -> Tensor:
     return tokens.split(sizes)[rank] if world > 1 else tokens
 
 
-def train_step(model: nn.Module, mine: Tensor, total: int, accumulation: int = 1) -> tuple[Tensor, list[Tensor]]:
+def train_step(
+    model: nn.Module, mine: Tensor, total: int, accumulation: int = 1, lazy: bool = False
+) -> tuple[Tensor, list[Tensor]]:
     """Accumulates gradients of this rank's sequences; `total` counts the step's tokens over all ranks.
+
+    lazy: gradients are reduced over ranks after the last micro-batch only.
 
     Returns this rank's part of the loss, and the gradients of the MoE layers' inputs: one (tokens, DIM) a layer.
     """
     loss_sum = torch.zeros((), dtype=torch.float64)
     grads: dict[str, list[Tensor]] = {name: [] for name, _ in moe_layers(model)}
     with watch_inputs(model, grads):
-        for tokens in mine.tensor_split(accumulation):
+        for number, tokens in enumerate(mine.tensor_split(accumulation), 1):
             inputs, targets = tokens[:, :-1], tokens[:, 1:]
-            with collect_losses(model, share=targets.numel() / total):
+            last = not lazy or number == accumulation
+            with gradient_sync(model, last), collect_losses(model, share=targets.numel() / total):
                 logits = model(inputs)
                 logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
                 loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / total
