@@ -12,6 +12,8 @@ from openlm_moe.options import Parser
 # name -> (module with `add_arguments(parser)` and `run(arguments)`, what it does)
 COMMANDS = {
     "dcp-to-pt": ("openlm_moe.convert.dcp_to_pt", "sharded checkpoint -> open_lm's epoch_N.pt and optimizer_N.pt"),
+    "megablocks-to-openlm": ("openlm_moe.convert.megablocks", "open_lm's epoch_N.pt with MegaBlocks' layers -> ours"),
+    "upcycle": ("openlm_moe.convert.upcycle", "dense open_lm epoch_N.pt -> mixture of experts, same outputs"),
     "pt-to-dcp": ("openlm_moe.convert.pt_to_dcp", "open_lm's epoch_N.pt -> sharded checkpoint"),
 }
 
