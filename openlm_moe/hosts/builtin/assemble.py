@@ -15,7 +15,7 @@ from openlm_moe.hosts.builtin.optimizer import make_optimizer
 from openlm_moe.hosts.builtin.precision import LossScale
 from openlm_moe.hosts.builtin.prepare import Prepared
 from openlm_moe.hosts.builtin.profiling import Profiler
-from openlm_moe.hosts.builtin.ranks import on_main
+from openlm_moe.hosts.builtin.ranks import everywhere, on_main
 from openlm_moe.hosts.builtin.saving import Saver, read_state
 from openlm_moe.hosts.builtin.schedule import make_schedule
 from openlm_moe.hosts.builtin.step import StepRules
@@ -36,14 +36,16 @@ def open_sinks(p: Prepared, resume_step: int = 0) -> Sinks:
     args = p.args
     if args.wandb_notes:
         os.environ["WANDB_NOTES"] = args.wandb_notes  # where wandb looks for them
-    sinks = Sinks(
-        p.folder,
-        p.report_to,
-        rank=p.layout.rank,
-        resume_step=resume_step,
-        total_tokens=None if p.plan is None else p.plan.tokens(p.plan.total_steps),
-        name=p.folder.name,
-        project=args.wandb_project_name,
+    sinks = everywhere(
+        lambda: Sinks(
+            p.folder,
+            p.report_to,
+            rank=p.layout.rank,
+            resume_step=resume_step,
+            total_tokens=None if p.plan is None else p.plan.tokens(p.plan.total_steps),
+            name=p.folder.name,
+            project=args.wandb_project_name,
+        )
     )
     sinks.config(settings)
     for note in p.notes:
@@ -79,7 +81,7 @@ def assemble(p: Prepared) -> Run:
     compute = torch.bfloat16 if args.fsdp_amp or args.fsdp_pure_bf16 else p.precision.compute_dtype
     if args.verify_kernels == "on" and p.moe.num_experts:
         verify_kernels(p.params.dim, p.moe, layout.device, compute, sinks.say)
-    model = build_model(p.params, p.moe, args, layout)
+    model = everywhere(lambda: build_model(p.params, p.moe, args, layout))
     averagers = make_averagers(args.averagers, model)
     run = Run(
         args=args,
@@ -120,10 +122,10 @@ def assemble(p: Prepared) -> Run:
         profiler=Profiler(p.folder, args.profile and layout.is_main, layout.device),
     )
     if resuming:
-        run.saver.restore(run, p.start_from)
+        everywhere(lambda: run.saver.restore(run, p.start_from))
         sinks.say(f"resumed {p.start_from} at step {run.step}")
     elif p.start_from is not None:
-        run.saver.load_weights(run, p.start_from)
+        everywhere(lambda: run.saver.load_weights(run, p.start_from))
         sinks.say(f"took the weights of {p.start_from}")
     run.first_step = run.logged_step = run.step
     parameters = count_parameters(p.params, p.moe)

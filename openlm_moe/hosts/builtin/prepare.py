@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from openlm_moe.hosts.builtin.legacy import global_batch_size
 from openlm_moe.hosts.builtin.params import ModelParams, load_model
 from openlm_moe.hosts.builtin.plan import Plan
 from openlm_moe.hosts.builtin.precision import Precision, make_precision
-from openlm_moe.hosts.builtin.ranks import on_main, together
+from openlm_moe.hosts.builtin.ranks import everywhere, on_main
 from openlm_moe.hosts.builtin.remote_sync import fetch_run
 from openlm_moe.hosts.builtin.saving import CHECKPOINTS, check_same_model, find_checkpoint, read_state
 from openlm_moe.hosts.builtin.targets import Masking
@@ -59,30 +60,18 @@ def prepare(args: argparse.Namespace, device: torch.device) -> Prepared:
     May write into the cache folder (the embedded corpus, shard indices), and with --remote-sync and --resume latest
     brings the run back from there.
     """
-    params, moe = load_model(args.model, vars(args), args.moe)
-    moe.moe_layer_ids(params.n_layers)
-    parse_averagers(args.averagers)
-    report_to = parse_report_to(args.report_to)
-    layout = make_layout(
-        fsdp=args.fsdp,
-        hybrid=args.fsdp_hybrid or args.fsdp_hybrid_o2,
-        expert_parallel=args.expert_parallel,
-        num_experts=moe.num_experts,
-        device=device,
-    )
-    batch = global_batch_size(args, layout.world_size)
-    check_batch_size(batch, layout.world_size, args.accum_freq)
+    params, moe, report_to = everywhere(lambda: read_settings(args))
+    layout = everywhere(lambda: lay_out(args, moe, device))
+    batch = everywhere(lambda: batch_size(args, layout))
 
     folder = Path(args.logs) / run_folder.run_name(args, batch // layout.world_size)
     on_main(lambda: run_folder.check_folder(folder, args.resume))
-    start_from = find_start(args, folder)
+    start_from = everywhere(lambda: find_start(args, folder))
 
-    corpus = _everywhere(lambda: use_embedded_corpus(args, params)) if args.embedded else None
-    data = _everywhere(lambda: _open_data(args, params)) if args.dataset_manifest or args.train_data else None
-    validation = _everywhere(lambda: _open_validation(args, params)) if args.val_data else []
-    plan = None if data is None else make_plan(args, data, batch, params.seq_len)
-    if plan is None and start_from is None:
-        raise UserError("--val-data without training data evaluates a checkpoint: name it with --resume")
+    corpus = everywhere(lambda: use_embedded_corpus(args, params)) if args.embedded else None
+    data = everywhere(lambda: _open_data(args, params)) if args.dataset_manifest or args.train_data else None
+    validation = everywhere(lambda: _open_validation(args, params)) if args.val_data else []
+    plan = None if data is None else everywhere(lambda: make_plan(args, data, batch, params.seq_len))
     if start_from is not None:
         on_main(lambda: check_same_model(read_state(start_from), params, moe, start_from))
     return Prepared(
@@ -102,6 +91,39 @@ def prepare(args: argparse.Namespace, device: torch.device) -> Prepared:
         start_from,
         [*args.notes, *moe_notes(moe)],
     )
+
+
+def read_settings(args: argparse.Namespace) -> tuple[ModelParams, MoEConfig, tuple[str, ...]]:
+    """Model, MoE layers and reporters that the flags name. Raises `UserError` for what cannot be built or is absent."""
+    params, moe = load_model(args.model, vars(args), args.moe)
+    moe.moe_layer_ids(params.n_layers)
+    parse_averagers(args.averagers)
+    report_to = parse_report_to(args.report_to)
+    for package in report_to:
+        if importlib.util.find_spec(package) is None:
+            raise UserError(f'--report-to {package} needs: pip install "openlm-moe[{package}]"')
+    names_training_data = args.embedded or args.train_data is not None or args.dataset_manifest is not None
+    if not names_training_data and args.resume is None and args.pretrained is None:
+        raise UserError("--val-data without training data evaluates a checkpoint: name it with --resume")
+    return params, moe, report_to
+
+
+def lay_out(args: argparse.Namespace, moe: MoEConfig, device: torch.device) -> Layout:
+    """The layout that the flags ask for in this world."""
+    return make_layout(
+        fsdp=args.fsdp,
+        hybrid=args.fsdp_hybrid or args.fsdp_hybrid_o2,
+        expert_parallel=args.expert_parallel,
+        num_experts=moe.num_experts,
+        device=device,
+    )
+
+
+def batch_size(args: argparse.Namespace, layout: Layout) -> int:
+    """Samples per optimizer step over all ranks; every rank gets equal micro-batches of it."""
+    batch = global_batch_size(args, layout.world_size)
+    check_batch_size(batch, layout.world_size, args.accum_freq)
+    return batch
 
 
 def moe_notes(moe: MoEConfig) -> list[str]:
@@ -202,10 +224,3 @@ def find_start(args: argparse.Namespace, folder: Path) -> Path | None:
     if path is None:
         raise UserError(f"every checkpoint in {folder / CHECKPOINTS} is damaged; start a new run with --name")
     return path
-
-
-def _everywhere(function):
-    """`function()` on every rank, each keeping its own result; a `UserError` of one is raised on all."""
-    own = []
-    together(lambda: own.append(function()))
-    return own[0]

@@ -32,14 +32,23 @@ def together(function: Callable[[], T]) -> list[T]:
         value = function()
     except UserError as caught:
         error = caught
-    answers = gather((value, None if error is None else str(error)))
-    failed = [(number, message) for number, (_, message) in enumerate(answers) if message is not None]
-    if failed:
-        first, message = failed[0]
+    # An error that was told elsewhere already comes last: whoever has the first of the others tells it.
+    told = isinstance(error, ToldElsewhere)
+    answers = gather((value, None if error is None else (told, rank(), str(error))))
+    failed = min((failure for _, failure in answers if failure is not None), default=None)
+    if failed is not None:
+        _, first, message = failed
         if error is not None and first == rank():
             raise error
         raise ToldElsewhere(message)
     return [answer for answer, _ in answers]  # type: ignore[misc]
+
+
+def everywhere(function: Callable[[], T]) -> T:
+    """`function()` of every rank, each keeping its own result; a `UserError` of any is raised on all, and told once."""
+    own: list[T] = []
+    together(lambda: own.append(function()))
+    return own[0]
 
 
 def gather(value: T) -> list[T]:

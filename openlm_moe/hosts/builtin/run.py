@@ -13,6 +13,7 @@ from openlm_moe import UserError
 from openlm_moe.hosts.builtin.args import parse_args
 from openlm_moe.hosts.builtin.assemble import assemble, open_sinks
 from openlm_moe.hosts.builtin.build import build_model
+from openlm_moe.hosts.builtin.cpu_memory import keep_freed_memory
 from openlm_moe.hosts.builtin.embedded import ngram_baselines
 from openlm_moe.hosts.builtin.evaluate import evaluate
 from openlm_moe.hosts.builtin.prepare import Prepared, prepare
@@ -40,7 +41,10 @@ def main(argv: Sequence[str]) -> int:
         raise
     _log_to_console(rank, args.debug)
     try:
-        code = _run(prepare(args, init_distributed()))
+        device = init_distributed()
+        if device.type == "cpu":
+            keep_freed_memory()
+        code = _run(prepare(args, device))
     except ToldElsewhere:
         code = 2
     except (TrainingFailed, KernelMismatch) as error:
