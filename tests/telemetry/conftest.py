@@ -29,15 +29,15 @@ class Result:
     output: str
 
 
-@pytest.fixture
-def train(run: Callable[..., Any], tmp_path: Path) -> Callable[..., Result]:
+@pytest.fixture(scope="session")
+def train(run: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
     """`train(folder, first, last, env={...})`: a process that logs steps first..last to wandb, as training does."""
     if importlib.util.find_spec("wandb") is None:
         pytest.skip("wandb is not installed")
 
+    home = tmp_path_factory.mktemp("home")
+
     def start(folder: Path, first: int, last: int, env: dict[str, str] | None = None, **options: Any) -> Result:
-        home = tmp_path / "home"
-        home.mkdir(exist_ok=True)
         places = {"HOME": home, "WANDB_CACHE_DIR": home, "WANDB_CONFIG_DIR": home, "NETRC": home / "netrc"}
         environment = {**OFFLINE, **{k: str(v) for k, v in places.items()}, **(env or {})}
         command = [sys.executable, HERE / "wandb_child.py", folder, first, last, json.dumps(options)]

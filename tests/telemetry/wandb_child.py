@@ -14,8 +14,10 @@ from openlm_moe.telemetry import Sinks, expert_loads, wandb_sink
 TOKENS_PER_STEP = 1000
 
 
-def pause(folder: Path) -> None:
-    """Tells the test that the rows so far are logged, and waits until it says to go on."""
+def pause(folder: Path, sinks: Sinks) -> None:
+    """Tells the test that wandb has begun the run, and waits until it says to go on."""
+    while sinks._sinks["wandb"]._run is None:
+        time.sleep(0.05)
     (folder / "paused").touch()
     while not (folder / "go_on").exists():
         time.sleep(0.05)
@@ -37,7 +39,7 @@ def main() -> None:
         sinks.log(values, step=step, tokens=step * TOKENS_PER_STEP)
         slowest = max(slowest, time.perf_counter() - before)
         if step == options.get("pause_after"):
-            pause(folder)
+            pause(folder, sinks)
     if options.get("die"):
         os._exit(9)
     logged = time.perf_counter()
