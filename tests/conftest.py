@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -42,7 +43,7 @@ def fixed_seeds() -> Iterator[None]:
 def run_command(
     command: list[Any], timeout: float = 120, env: Mapping[str, str] | None = None, cwd: Path | str | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `command` in a process group of its own, killed after `timeout` seconds or when the caller is interrupted.
+    """Runs `command`; it and all it started are killed after `timeout` seconds or when the caller is interrupted.
 
     Returns the finished process with text `stdout` and `stderr`, whatever its exit code. Fails the test on a timeout.
     """
@@ -58,15 +59,30 @@ def run_command(
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        kill_tree(process.pid)
         out, err = process.communicate()
         shown = " ".join(map(str, command))
         pytest.fail(f"{shown} ran past {timeout} s\nstdout:\n{out[-4000:]}\nstderr:\n{err[-4000:]}")
     except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
+        kill_tree(process.pid)
         process.wait()
         raise
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def kill_tree(pid: int) -> None:
+    """Kills a process and its descendants; torchrun's ranks are in process groups of their own."""
+    parents: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            after_name = stat.read_text().rpartition(")")[2].split()  # state, parent, ...
+            parents.setdefault(int(after_name[1]), []).append(int(stat.parent.name))
+    doomed = [pid]
+    for parent in doomed:
+        doomed += parents.get(parent, [])
+    for victim in doomed:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
 
 
 def with_source_path(env: Mapping[str, str]) -> dict[str, str]:

@@ -5,6 +5,7 @@ Both have the same host name, which resolves to loopback, as on many a real pair
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -43,6 +44,10 @@ def hosts() -> Iterator[tuple[str, str]]:
         yield names
     finally:
         for name in made:
+            left = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
+            for pid in map(int, left):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             ip("netns", "delete", name)
 
 
@@ -62,16 +67,10 @@ def test_two_hosts_train_together(hosts: tuple[str, str], tmp_path: Path) -> Non
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
         )
         for host in reversed(hosts)
     ]
-    try:
-        outputs = [process.communicate(timeout=200)[0] for process in running]
-    finally:
-        for process in running:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+    outputs = [process.communicate(timeout=150)[0] for process in running]  # the fixture ends what still runs
     assert [process.returncode for process in running] == [0, 0], "\n".join(outputs)
     assert sum("step 6 |" in output for output in outputs) == 1  # rank 0's screen only
     settings = json.loads((tmp_path / "logs" / "both" / "params.json").read_text())
