@@ -15,16 +15,16 @@ PRECISIONS = ("amp", "amp_bf16", "amp_bfloat16", "bf16", "fp16", "fp32")
 # What a run without any data flag is: a small MoE on the embedded corpus. Flags and --config win over these.
 EMBEDDED_DEFAULTS: dict[str, Any] = {
     "model": "embedded",
-    "train_num_samples": 1_900_544,
+    "train_num_samples": 2_000_896,
     "epochs": 1,
-    "global_batch_size": 16,
-    "lr": 4e-3,
-    "warmup": 40,
+    "global_batch_size": 8,
+    "lr": 6e-3,
+    "warmup": 80,
     "wd": 0.1,
     "beta2": 0.95,
     "grad_clip_norm": 1.0,
     "lr_cooldown_end": 1e-4,
-    "log_every_n_steps": 20,
+    "log_every_n_steps": 50,
     "workers": 0,
 }
 
