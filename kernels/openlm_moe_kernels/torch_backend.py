@@ -96,8 +96,8 @@ def act_backward(
     end = int(offsets[-1])
     blocked = BlockedActivation(activation, da.shape[1], pre.dtype)
     dpre, act, dscale = torch.zeros_like(pre), torch.zeros_like(da), pre.new_zeros(pre.shape[0], dtype=blocked.dtype)
-    scale = None if row_scale is None else row_scale[:end, None].to(blocked.dtype)
-    blocked.backward(pre[:end], da[:end].clone(), scale, act[:end], dpre[:end], dscale[:end])
+    scale = torch.ones_like(dscale[:end]) if row_scale is None else row_scale[:end].to(blocked.dtype)
+    blocked.backward(pre[:end], da[:end].clone(), scale[:, None], act[:end], dpre[:end], dscale[:end])
     return dpre, act, dscale
 
 
