@@ -11,6 +11,7 @@ from openlm_moe.options import Parser
 
 # name -> (module with `add_arguments(parser)` and `run(arguments)`, what it measures)
 COMMANDS = {
+    "layer": ("openlm_moe.bench.layer", "one MoE feed-forward, forward and backward, against a dense one of its FLOPs"),
     "scale": ("openlm_moe.bench.scale", "step time and bytes of each collective under expert parallelism"),
 }
 
