@@ -14,6 +14,7 @@ addEventListener("load", () => setTimeout(() => {
       lines: [...figure.querySelectorAll("g path.line")].map((path) => [path.dataset.label, path.getAttribute("d")]),
       image: figure.querySelector("image")?.getAttribute("href") ?? null,
       width: figure.getBoundingClientRect().width,
+      scale: figure.querySelector("svg.plot")?.getScreenCTM()?.a ?? 0,
       font: figure.querySelector("text") ? parseFloat(getComputedStyle(figure.querySelector("text")).fontSize) : 0,
     };
   }

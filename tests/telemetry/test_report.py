@@ -278,6 +278,7 @@ def test_phone_and_dark(phone: dict[str, Any], desktop: dict[str, Any]) -> None:
     for name, figure in phone["figures"].items():
         assert figure["width"] <= 390, name
         assert figure["font"] >= 12, name
+        assert figure["scale"] == pytest.approx(1, abs=0.02), f"{name} was not drawn for this width"
         places = sorted((t[1] - t[2] / 2, t[1] + t[2] / 2) for t in figure["x"])
         assert all(a[1] < b[0] for a, b in pairwise(places)), f"tick labels of {name} overlap"
     dark, light = (sum(map(int, re.findall(r"\d+", facts["background"])[:3])) for facts in (phone, desktop))
