@@ -1,7 +1,7 @@
 """The same MoE feed-forward, written several ways, and the dense feed-forward of the same FLOPs.
 
-Every contender is a function of x (T, D), weights (T, K) and expert ids (T, K), with parameters of its own. Shape letters:
-T tokens, K top-k, D model dim, F expert hidden dim, E experts.
+Every contender is a function of x (T, D), weights (T, K) and expert ids (T, K), with parameters of its own. Shape
+letters: T tokens, K top-k, D model dim, F expert hidden dim, E experts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Forward and backward of one MoE feed-forward against a dense one of the same FLOPs, and against other ways to write it.
+"""Forward and backward of one MoE feed-forward against a dense one of the same FLOPs, and other ways to write it.
 
-Contenders take turns within each round; a ratio is the median over rounds of the time over the dense time of that round.
-On a CPU everything is measured twice, with glibc's malloc tuned to keep its memory and as it is by default.
+Contenders take turns within each round; a ratio is the median over rounds of the time over the dense time of that
+round. On a CPU everything is measured twice, with glibc's malloc tuned to keep its memory and as it is by default.
 """
 
 from __future__ import annotations
