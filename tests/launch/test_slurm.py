@@ -165,11 +165,11 @@ def test_rank_that_fails_is_named_and_ends_the_job(cluster: Any, submit: Callabl
     assert re.search(r"rank 1 on n[12] failed first, with exit code 137; the end of .*rank_1\.log", job.output), end
 
 
-def test_bad_flag_fails_without_a_second_try(cluster: Any, submit: Callable[..., Job]) -> None:
-    job = submit("typo", "--top-k", 5)
+def test_users_mistake_fails_without_a_second_try(cluster: Any, submit: Callable[..., Job]) -> None:
+    job = submit("mistake", "--dataset-manifest", "nowhere/manifest.jsonl")  # only the job can see that it is missing
     assert cluster.wait_for(job.id, "FAILED", "COMPLETED", timeout=180) == "FAILED"
-    assert cluster.field(job.id, "ExitCode") == "2:0"
-    assert job.output.count("openlm_moe.main: error: ") >= 1
+    assert job.output.count("openlm_moe.main: error: manifest nowhere/manifest.jsonl does not exist") >= 1
+    assert "requeueing" not in job.output
     assert cluster.field(job.id, "Restarts") == "0"
 
 
