@@ -38,30 +38,28 @@ class BlockedActivation:
     def _buffers(self, *widths: int) -> list[Tensor]:
         return [torch.empty(self.step, width, dtype=self.dtype) for width in widths]
 
-    def forward(self, pre: Tensor, scale: Tensor, out: Tensor) -> None:
-        """out (M, F) = scale * act(pre); pre is (M, F) or (M, 2F), scale (M, 1)."""
+    def forward(self, pre: Tensor, out: Tensor) -> None:
+        """out (M, F) = act(pre); pre is (M, F) or (M, 2F)."""
         for rows, m in self._blocks(pre):
             u = self.work[0][:m]
             if self.converts:
                 act = self.act[:m]
                 self.forward_step(self.pre[:m].copy_(pre[rows]), act, u)
-                out[rows].copy_(act.mul_(scale[rows]))
+                out[rows].copy_(act)
             else:
-                act = out[rows]
-                self.forward_step(pre[rows], act, u)
-                act.mul_(scale[rows])
+                self.forward_step(pre[rows], out[rows], u)
 
-    def backward(self, pre: Tensor, da: Tensor, scale: Tensor, act: Tensor, dpre: Tensor, dscale: Tensor) -> None:
-        """act = scale * act(pre), dpre = act'(pre) * scale * da, dscale (M,) = <da, act(pre)>. Overwrites `da`."""
+    def backward(self, pre: Tensor, da: Tensor, act: Tensor, dpre: Tensor, dscale: Tensor) -> None:
+        """act = act(pre), dpre = act'(pre) * da, dscale (M,) = <da, act>. Overwrites `da`."""
         for rows, m in self._blocks(pre):
             work = [buffer[:m] for buffer in self.work]
             if self.converts:
                 x, d = self.pre[:m].copy_(pre[rows]), self.da[:m].copy_(da[rows])
-                self.backward_step(x, d, scale[rows], self.act[:m], self.dpre[:m], dscale[rows], *work)
+                self.backward_step(x, d, self.act[:m], self.dpre[:m], dscale[rows], *work)
                 act[rows].copy_(self.act[:m])
                 dpre[rows].copy_(self.dpre[:m])
             else:
-                self.backward_step(pre[rows], da[rows], scale[rows], act[rows], dpre[rows], dscale[rows], *work)
+                self.backward_step(pre[rows], da[rows], act[rows], dpre[rows], dscale[rows], *work)
 
     def _blocks(self, pre: Tensor) -> Iterator[tuple[slice, int]]:
         n_rows = pre.shape[0]
@@ -82,18 +80,15 @@ def _gelu(x: Tensor, act: Tensor, u: Tensor) -> None:
     _times_sigmoid(x, u, _C, out=act)
 
 
-def _gelu_backward(
-    x: Tensor, da: Tensor, scale: Tensor, act: Tensor, dx: Tensor, dscale: Tensor, u: Tensor, q: Tensor
-) -> None:
+def _gelu_backward(x: Tensor, da: Tensor, act: Tensor, dx: Tensor, dscale: Tensor, u: Tensor, q: Tensor) -> None:
     torch.mul(x, x, out=q)
     torch.addcmul(x, x, q, value=_CUBIC, out=u)
     _times_sigmoid(x, u, _C, out=act)
-    _scale_gradient(da, act, scale, dscale, dx)
+    _row_dots(da, act, dx, out=dscale)
     _times_sigmoid(da, u, _C, out=dx)
     torch.sub(x, act, out=u)
     torch.addcmul(u, u, q, value=3 * _CUBIC, out=u)
     torch.addcmul(dx, dx, u, value=_C, out=dx)
-    act.mul_(scale)
 
 
 def _swiglu(x: Tensor, act: Tensor, u: Tensor) -> None:
@@ -102,36 +97,30 @@ def _swiglu(x: Tensor, act: Tensor, u: Tensor) -> None:
     _times_sigmoid(u, gate, 1.0, out=act)
 
 
-def _swiglu_backward(
-    x: Tensor, da: Tensor, scale: Tensor, act: Tensor, dx: Tensor, dscale: Tensor, s: Tensor, t: Tensor
-) -> None:
+def _swiglu_backward(x: Tensor, da: Tensor, act: Tensor, dx: Tensor, dscale: Tensor, s: Tensor, t: Tensor) -> None:
     (gate, up), (dgate, dup) = x.chunk(2, dim=1), dx.chunk(2, dim=1)
     _times_sigmoid(gate, gate, 1.0, out=s)
     torch.mul(s, up, out=act)
-    _scale_gradient(da, act, scale, dscale, t)
+    _row_dots(da, act, t, out=dscale)
     torch.mul(da, s, out=dup)
     da.mul_(up)
     torch.ops.aten.silu_backward.grad_input(da, gate, grad_input=dgate)
-    act.mul_(scale)
 
 
 def _identity(x: Tensor, act: Tensor, u: Tensor) -> None:
     act.copy_(x)
 
 
-def _identity_backward(
-    x: Tensor, da: Tensor, scale: Tensor, act: Tensor, dx: Tensor, dscale: Tensor, u: Tensor, q: Tensor
-) -> None:
-    _scale_gradient(da, x, scale, dscale, u)
+def _identity_backward(x: Tensor, da: Tensor, act: Tensor, dx: Tensor, dscale: Tensor, u: Tensor, q: Tensor) -> None:
+    _row_dots(da, x, u, out=dscale)
     dx.copy_(da)
-    torch.mul(x, scale, out=act)
+    act.copy_(x)
 
 
-def _scale_gradient(da: Tensor, act: Tensor, scale: Tensor, dscale: Tensor, work: Tensor) -> None:
-    """dscale = <da, act>, before `da` is scaled."""
-    torch.mul(da, act, out=work)
-    torch.sum(work, dim=1, out=dscale)
-    da.mul_(scale)
+def _row_dots(a: Tensor, b: Tensor, work: Tensor, out: Tensor) -> None:
+    """out (M,) = <a[m], b[m]>."""
+    torch.mul(a, b, out=work)
+    torch.sum(work, dim=1, out=out)
 
 
 # Forward and backward step, and how many columns of the pre-activation one of the activation takes.

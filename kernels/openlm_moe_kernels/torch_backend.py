@@ -42,8 +42,8 @@ def grouped_gemm(
     if y.device.type != "cpu":
         return (activate(y, activation) * scale).to(y.dtype)
     out = y.new_empty(y.shape[0], y.shape[1] // 2 if activation == "swiglu" else y.shape[1])
-    BlockedActivation(activation, out.shape[1], y.dtype).forward(y, scale, out)
-    return out
+    BlockedActivation(activation, out.shape[1], y.dtype).forward(y, out)
+    return out if row_scale is None else (out * scale).to(y.dtype)
 
 
 def grouped_gemm_wgrad(
@@ -85,7 +85,10 @@ def combine_topk(y: Tensor, weights_TK: Tensor | None, plan: RoutePlan) -> Tenso
         y = _zero_tail(y.clone(), plan.offsets_E)
         if weights_TK is not None:
             weights_TK = torch.where(reference.valid_slots(plan).view(weights_TK.shape), weights_TK, 0.0)
-    return cpu_ffn.sum_slots(y, plan, weights_TK)
+    if weights_TK is None:
+        return cpu_ffn.sum_slots(y, plan)
+    # The sum takes weights in the rows' dtype: 16-bit rows are widened rather than the weights rounded.
+    return cpu_ffn.sum_slots(y.to(accumulation(y.dtype)), plan, weights_TK).to(y.dtype)
 
 
 def act_backward(
@@ -96,8 +99,10 @@ def act_backward(
     end = int(offsets[-1])
     blocked = BlockedActivation(activation, da.shape[1], pre.dtype)
     dpre, act, dscale = torch.zeros_like(pre), torch.zeros_like(da), pre.new_zeros(pre.shape[0], dtype=blocked.dtype)
-    scale = torch.ones_like(dscale[:end]) if row_scale is None else row_scale[:end].to(blocked.dtype)
-    blocked.backward(pre[:end], da[:end].clone(), scale[:, None], act[:end], dpre[:end], dscale[:end])
+    blocked.backward(pre[:end], da[:end].clone(), act[:end], dpre[:end], dscale[:end])
+    if row_scale is not None:
+        dpre[:end].mul_(row_scale[:end, None].to(blocked.dtype))
+        act[:end].mul_(row_scale[:end, None].to(blocked.dtype))
     return dpre, act, dscale
 
 
