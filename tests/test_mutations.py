@@ -24,7 +24,7 @@ class Mutation:
 MUTATIONS = (
     Mutation(
         "gate halves swapped",
-        "kernels/openlm_moe_kernels/reference.py",
+        "kernels/openlm_moe_kernels/formulas.py",
         "gate, up = pre.chunk(2, dim=-1)\n    return",
         "up, gate = pre.chunk(2, dim=-1)\n    return",
         "tests/layers/test_moe.py::test_equals_a_loop_over_experts",

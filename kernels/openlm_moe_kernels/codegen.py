@@ -1,11 +1,11 @@
-"""`python -m openlm_moe_kernels.codegen`: compiles every kernel in every shipped configuration, without a GPU, and checks it.
+"""`python -m openlm_moe_kernels.codegen`: compiles every kernel in every shipped configuration, without a GPU.
 
-The backend's own functions run on meta tensors while a stub driver names the target, so what is compiled is what a launch
-would compile, with the same specialisation. Prints a table and exits with code 1 where the bar is missed:
+The backend's own functions run on meta tensors while a stub driver names the target, so what is compiled is what a
+launch would compile, with the same specialisation. Prints a table and exits with code 1 where the bar is missed:
 
 - no register spilled
 - shared memory within what the architecture's table says a block has
-- 16-bit products: wgmma (sm_90), HMMA (sm_8x, sm_120), tcgen05 (sm_100), MFMA (gfx), and on NVIDIA cp.async or TMA loads
+- 16-bit products: wgmma (sm_90), HMMA (sm_8x, sm_120), tcgen05 (sm_100), MFMA (gfx); on NVIDIA cp.async or TMA loads
 - float32 products: no TF32
 """
 
@@ -97,7 +97,7 @@ class _OfflineDriver:
 
 @contextmanager
 def compile_only(target: str) -> Iterator[list[Any]]:
-    """Inside, launches compile for `target` and do not run; yields the list that their compiled kernels are added to."""
+    """Inside, launches compile for `target` and do not run; yields the list that compiled kernels are added to."""
     compiled: list[Any] = []
 
     def wrap(_: Launcher) -> Launcher:
@@ -189,7 +189,7 @@ def compile_target(target: str, only: str, fast: bool) -> list[Report]:
     for call in calls(target):
         for dtype in call.dtypes:
             label = f"{call.kernel} {call.case} {dtype}"
-            if only in label and (not fast or call.fast and dtype != "fp16"):
+            if only in label and (not fast or (call.fast and dtype != "fp16")):
                 reports.append(compile_case(target, call, dtype))
     return reports
 

@@ -128,8 +128,8 @@ def ffn_backward(
     *,
     allow_tf32: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """After SonicMoE (arXiv 2512.14080): the combine weights' gradient is <dA, A>, with A recomputed from `pre`, and the
-    gradient of the output is gathered where it is loaded; no tensor of N rows and D columns but dX before its sum over k.
+    """After SonicMoE (arXiv 2512.14080): the combine weights' gradient is <dA, A>, with A recomputed from `pre`, and
+    the gradient of the output is gathered where it is loaded; no (N, D) tensor but dX before its sum over k.
     """
     offsets, tokens, tiles = plan.offsets_E, plan.tokens_N, _tiles(plan)
     dx = dweights = dw1 = dw2 = x.new_empty(0)

@@ -102,7 +102,7 @@ def test_shards_are_parts_of_the_whole(rank_of_fake_world, dim: int, rows: int) 
         initialise(nn.Parameter(sharded), "output.weight", 6, seed=3)
         shards.append(local)
     assert torch.equal(torch.cat(shards, dim), whole)
-    assert whole.norm() > 0
+    assert len({tuple(row) for row in whole.tolist()}) == rows  # no block repeats another
 
 
 def test_a_rank_makes_only_the_blocks_it_needs(rank_of_fake_world, monkeypatch: pytest.MonkeyPatch) -> None:

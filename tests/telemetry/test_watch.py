@@ -111,7 +111,7 @@ def test_follows_a_run_on_a_terminal(folder: Path, repo_root: Path) -> None:
             log(sinks, 5)
         wait_for(ours, "500")
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=60) == 0
     finally:
         process.kill()
         process.wait()

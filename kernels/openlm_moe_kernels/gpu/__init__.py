@@ -1,1 +1,1 @@
-"""The Triton kernels behind `triton_backend`: grouped GEMM, weight gradient, row movement, activations and their launch."""
+"""The Triton kernels behind `triton_backend`: grouped GEMM, weight gradient, row movement, activations, launch."""

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from openlm_moe_kernels.gpu.launch import launch
+from openlm_moe_kernels.gpu.rows import blocks
 
 
 @triton.jit
@@ -43,42 +44,62 @@ def swiglu_slopes(gate, up):
     return up * s * (1.0 + gate * (1.0 - s)), gate * s
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _act_backward(
-    pre, da, dpre, act, dscale, row_scale, offsets, num_groups, F, stride_pn, stride_pf, stride_an, stride_af,
-    ACTIVATION: tl.constexpr, BLOCK_F: tl.constexpr,
-):  # fmt: skip
+    pre,
+    da,
+    dpre,
+    act,
+    dscale,
+    row_scale,
+    offsets,
+    num_groups,
+    num_rows,
+    F,
+    stride_pn,
+    stride_pf,
+    stride_an,
+    stride_af,
+    ACTIVATION: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
     dtype: tl.constexpr = dpre.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64)
-    routed = row < tl.load(offsets + num_groups - 1)  # loads of the tail are masked to zero, and so are its results
-    scale = 1.0
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    row_mask = rows < num_rows
+    routed = row_mask & (rows < tl.load(offsets + num_groups - 1))  # the tail is not read, and its results are zero
+    scale = tl.where(routed, 1.0, 0.0)
     if row_scale is not None:
-        scale = tl.load(row_scale + row, mask=routed, other=0.0).to(tl.float32)
-    acc = tl.zeros((BLOCK_F,), tl.float32)
+        scale = tl.load(row_scale + rows, mask=routed, other=0.0).to(tl.float32)
+    scale = scale[:, None]
+    acc = tl.zeros((BLOCK_R, BLOCK_F), tl.float32)
     for start in tl.range(0, F, BLOCK_F):
-        columns = (start + tl.arange(0, BLOCK_F)).to(tl.int64)
-        mask = columns < F
-        grad = tl.load(da + row * stride_an + columns * stride_af, mask=mask & routed, other=0.0).to(tl.float32)
-        pre_block = pre + row * stride_pn + columns * stride_pf
-        h = tl.load(pre_block, mask=mask & routed, other=0.0).to(tl.float32)
+        columns = start + tl.arange(0, BLOCK_F).to(tl.int64)
+        load_mask = routed[:, None] & (columns < F)[None, :]
+        mask = row_mask[:, None] & (columns < F)[None, :]
+        pre_block = pre + rows[:, None] * stride_pn + columns[None, :] * stride_pf
+        grad = tl.load(da + rows[:, None] * stride_an + columns[None, :] * stride_af, mask=load_mask, other=0.0)
+        grad = grad.to(tl.float32)
+        h = tl.load(pre_block, mask=load_mask, other=0.0).to(tl.float32)
         if ACTIVATION == "swiglu":
-            up = tl.load(pre_block + F * tl.cast(stride_pf, tl.int64), mask=mask & routed, other=0.0).to(tl.float32)
+            up = tl.load(pre_block + F * tl.cast(stride_pf, tl.int64), mask=load_mask, other=0.0).to(tl.float32)
             value = swiglu(h, up)
             slope, slope_up = swiglu_slopes(h, up)
-            out = dpre + row * (2 * F) + columns
+            out = dpre + rows[:, None] * (2 * F) + columns[None, :]
             tl.store(out + F, (scale * grad * slope_up).to(dtype), mask=mask)
         else:
-            value = h
-            slope = 1.0
+            out = dpre + rows[:, None] * F + columns[None, :]
             if ACTIVATION == "gelu":
                 value = gelu(h)
                 slope = gelu_slope(h)
-            out = dpre + row * F + columns
+            else:
+                value = h
+                slope = 1.0
         tl.store(out, (scale * grad * slope).to(dtype), mask=mask)
         tl.debug_barrier()  # `act` may be `da`: no thread writes before all have read
-        tl.store(act + row * F + columns, (scale * value).to(dtype), mask=mask)
+        tl.store(act + rows[:, None] * F + columns[None, :], (scale * value).to(dtype), mask=mask)
         acc += grad * value
-    tl.store(dscale + row, tl.sum(acc, 0))
+    tl.store(dscale + rows, tl.sum(acc, 1), mask=row_mask)
 
 
 def act_backward(
@@ -98,9 +119,10 @@ def act_backward(
     dpre = torch.empty_like(pre, memory_format=torch.contiguous_format)
     act = da if overwrite_da else torch.empty_like(da, memory_format=torch.contiguous_format)
     dscale = da.new_empty(num_rows, dtype=torch.float32)
+    block_r, block_f = blocks(width)
     launch(
         _act_backward,
-        (num_rows,),
+        (triton.cdiv(num_rows, block_r),),
         da.device,
         pre=pre,
         da=da,
@@ -110,12 +132,14 @@ def act_backward(
         row_scale=None if row_scale is None else row_scale.contiguous(),
         offsets=offsets,
         num_groups=offsets.shape[0],
+        num_rows=num_rows,
         F=width,
         stride_pn=pre.stride(0),
         stride_pf=pre.stride(1),
         stride_an=da.stride(0),
         stride_af=da.stride(1),
         ACTIVATION=activation or "none",
-        BLOCK_F=min(1024, max(16, triton.next_power_of_2(width))),
+        BLOCK_R=block_r,
+        BLOCK_F=block_f,
     )
     return dpre, act, dscale

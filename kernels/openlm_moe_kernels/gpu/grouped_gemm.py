@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -30,7 +29,16 @@ def tile_position(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def _load_weights(
-    w, block, group, k, column0, mask, TMA: tl.constexpr, TRANS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr
+    w,
+    block,
+    group,
+    k,
+    column0,
+    mask,
+    TMA: tl.constexpr,
+    TRANS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     if TMA:
         if TRANS:
@@ -209,7 +217,7 @@ def grouped_gemm(
 
 
 def _descriptor(t: Tensor, block: list[int]) -> Any:
-    """A tensor descriptor, or None where the hardware has none for these strides: then the kernel loads through pointers."""
+    """A tensor descriptor, or None where the hardware has none for these strides: the kernel then loads by pointers."""
     *outer, last = t.stride()
     aligned = t.data_ptr() % 16 == 0 and all(s > 0 and s * t.itemsize % 16 == 0 for s in outer)
     if last != 1 or not aligned or t.numel() == 0:

@@ -1,4 +1,4 @@
-"""How every kernel is launched: on its tensors' device, and through one function that tests and compile checks can replace."""
+"""How every kernel is launched: on its tensors' device, through one function that tests and compile checks replace."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def launch(kernel: Any, grid: Grid, device: torch.device, **arguments: Any) -> N
 
 @contextmanager
 def launcher(wrap: Callable[[Launcher], Launcher]) -> Iterator[None]:
-    """Inside, every launch goes through `wrap(the launcher before)`: to count launches, or to compile without running."""
+    """Inside, every launch goes through `wrap(the launcher before)`: to count launches, or to compile and not run."""
     global _launcher
     previous, _launcher = _launcher, wrap(_launcher)
     try:

@@ -1,4 +1,4 @@
-"""Moving rows between token order and expert order: one program a row and column block, no atomics.
+"""Moving rows between token order and expert order: one program a block of rows and columns, no atomics.
 
 Shape letters: T tokens, K top-k, N = T*K routed rows in expert order, D model dim.
 """
@@ -15,71 +15,120 @@ from openlm_moe_kernels.plan import RoutePlan
 
 
 @triton.jit
+def _positions(num_rows, D, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
+    """This program's rows and columns, int64, and their masks."""
+    column_blocks = tl.cdiv(D, BLOCK_D)
+    rows = (tl.program_id(0) // column_blocks).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    columns = (tl.program_id(0) % column_blocks).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
+    return rows, columns, rows < num_rows, columns < D
+
+
+@triton.jit(do_not_specialize=["num_rows"])
 def _gather_rows(
-    x, out, tokens, order, scale, offsets, num_groups, D, stride_xt, stride_xd, BLOCK_D: tl.constexpr
+    x,
+    out,
+    tokens,
+    order,
+    scale,
+    offsets,
+    num_groups,
+    num_rows,
+    D,
+    stride_xt,
+    stride_xd,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
-    blocks = tl.cdiv(D, BLOCK_D)
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    columns = (tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
-    mask = columns < D
-    routed = row < tl.load(offsets + num_groups - 1)  # the tail is zero
-    token = tl.load(tokens + row)
-    values = tl.load(x + token * stride_xt + columns * stride_xd, mask=mask & routed, other=0.0)
+    rows, columns, row_mask, column_mask = _positions(num_rows, D, BLOCK_R, BLOCK_D)
+    routed = row_mask & (rows < tl.load(offsets + num_groups - 1))  # the tail is not read, and is zero
+    token = tl.load(tokens + rows, mask=routed, other=0)
+    source = x + token[:, None] * stride_xt + columns[None, :] * stride_xd
+    values = tl.load(source, mask=routed[:, None] & column_mask[None, :], other=0.0)
     if scale is not None:
-        factor = tl.load(scale + tl.load(order + row), mask=routed, other=0.0).to(tl.float32)
-        values = (values.to(tl.float32) * factor).to(out.dtype.element_ty)
-    tl.store(out + row * D + columns, values, mask=mask)
+        slot = tl.load(order + rows, mask=routed, other=0)
+        factor = tl.load(scale + slot, mask=routed, other=0.0).to(tl.float32)
+        values = (values.to(tl.float32) * factor[:, None]).to(out.dtype.element_ty)
+    tl.store(out + rows[:, None] * D + columns[None, :], values, mask=row_mask[:, None] & column_mask[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _combine_topk(
-    y, out, weights, inverse, offsets, num_groups, D, stride_yn, stride_yd, TOP_K: tl.constexpr, BLOCK_D: tl.constexpr
+    y,
+    out,
+    weights,
+    inverse,
+    offsets,
+    num_groups,
+    num_tokens,
+    D,
+    stride_yn,
+    stride_yd,
+    TOP_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
-    blocks = tl.cdiv(D, BLOCK_D)
-    token = (tl.program_id(0) // blocks).to(tl.int64)
-    columns = (tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
-    mask = columns < D
+    tokens, columns, token_mask, column_mask = _positions(num_tokens, D, BLOCK_R, BLOCK_D)
     routed_rows = tl.load(offsets + num_groups - 1)
-    acc = tl.zeros((BLOCK_D,), tl.float32)
+    acc = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     for k in tl.static_range(TOP_K):
-        row = tl.load(inverse + token * TOP_K + k)
-        routed = row < routed_rows  # the tail is skipped, not read
-        values = tl.load(y + row * stride_yn + columns * stride_yd, mask=mask & routed, other=0.0).to(tl.float32)
+        slot = tokens * TOP_K + k
+        row = tl.load(inverse + slot, mask=token_mask, other=0)
+        routed = token_mask & (row < routed_rows)  # the tail is skipped, not read
+        source = y + row[:, None] * stride_yn + columns[None, :] * stride_yd
+        values = tl.load(source, mask=routed[:, None] & column_mask[None, :], other=0.0).to(tl.float32)
         if weights is not None:
-            values *= tl.load(weights + token * TOP_K + k, mask=routed, other=0.0).to(tl.float32)
+            values *= tl.load(weights + slot, mask=routed, other=0.0).to(tl.float32)[:, None]
         acc += values
-    tl.store(out + token * D + columns, acc.to(out.dtype.element_ty), mask=mask)
+    target = out + tokens[:, None] * D + columns[None, :]
+    tl.store(target, acc.to(out.dtype.element_ty), mask=token_mask[:, None] & column_mask[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _combine_topk_dweights(
-    dout, y, dweights, inverse, offsets, num_groups, D, stride_ot, stride_od, stride_yn, stride_yd,
-    TOP_K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    slot = tl.program_id(0).to(tl.int64)
-    row = tl.load(inverse + slot)
-    routed = row < tl.load(offsets + num_groups - 1)
-    acc = tl.zeros((BLOCK_D,), tl.float32)
+    dout,
+    y,
+    dweights,
+    inverse,
+    offsets,
+    num_groups,
+    num_rows,
+    D,
+    stride_ot,
+    stride_od,
+    stride_yn,
+    stride_yd,
+    TOP_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    slots = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    slot_mask = slots < num_rows
+    row = tl.load(inverse + slots, mask=slot_mask, other=0)
+    routed = slot_mask & (row < tl.load(offsets + num_groups - 1))
+    acc = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     for start in tl.range(0, D, BLOCK_D):
-        columns = (start + tl.arange(0, BLOCK_D)).to(tl.int64)
-        mask = (columns < D) & routed
-        a = tl.load(dout + slot // TOP_K * stride_ot + columns * stride_od, mask=mask, other=0.0)
-        b = tl.load(y + row * stride_yn + columns * stride_yd, mask=mask, other=0.0)
+        columns = start + tl.arange(0, BLOCK_D).to(tl.int64)
+        mask = routed[:, None] & (columns < D)[None, :]
+        a = tl.load(dout + (slots // TOP_K)[:, None] * stride_ot + columns[None, :] * stride_od, mask=mask, other=0.0)
+        b = tl.load(y + row[:, None] * stride_yn + columns[None, :] * stride_yd, mask=mask, other=0.0)
         acc += a.to(tl.float32) * b.to(tl.float32)
-    tl.store(dweights + slot, tl.sum(acc, 0))
+    tl.store(dweights + slots, tl.sum(acc, 1), mask=slot_mask)
 
 
-def _block(width: int) -> int:
-    return min(1024, max(16, triton.next_power_of_2(width)))
+def blocks(width: int) -> tuple[int, int]:
+    """Rows and columns of a program's block: whole rows where they are short, and about 2048 elements."""
+    columns = min(1024, max(16, triton.next_power_of_2(width)))
+    return 2048 // columns, columns
 
 
 def gather_rows(x: Tensor, plan: RoutePlan, scale_TK: Tensor | None = None) -> Tensor:
     """x_TD -> x[plan.tokens] (N, D), the tail zero; row n multiplied by its slot's scale where there is one."""
     width = x.shape[1]
     out = x.new_empty(plan.num_rows, width)
+    block_r, block_d = blocks(width)
     launch(
         _gather_rows,
-        (plan.num_rows * triton.cdiv(width, _block(width)),),
+        (triton.cdiv(plan.num_rows, block_r) * triton.cdiv(width, block_d),),
         x.device,
         x=x,
         out=out,
@@ -88,10 +137,12 @@ def gather_rows(x: Tensor, plan: RoutePlan, scale_TK: Tensor | None = None) -> T
         scale=None if scale_TK is None else scale_TK.contiguous(),
         offsets=plan.offsets_E,
         num_groups=plan.num_experts,
+        num_rows=plan.num_rows,
         D=width,
         stride_xt=x.stride(0),
         stride_xd=x.stride(1),
-        BLOCK_D=_block(width),
+        BLOCK_R=block_r,
+        BLOCK_D=block_d,
     )
     return out
 
@@ -100,9 +151,10 @@ def combine_topk(y: Tensor, weights_TK: Tensor | None, plan: RoutePlan) -> Tenso
     """y_ND -> sum over k of weights[t, k] * y[inverse[t*K + k]] (T, D), summed in float32; weights None means ones."""
     width = y.shape[1]
     out = y.new_empty(plan.num_tokens, width)
+    block_r, block_d = blocks(width)
     launch(
         _combine_topk,
-        (plan.num_tokens * triton.cdiv(width, _block(width)),),
+        (triton.cdiv(plan.num_tokens, block_r) * triton.cdiv(width, block_d),),
         y.device,
         y=y,
         out=out,
@@ -110,11 +162,13 @@ def combine_topk(y: Tensor, weights_TK: Tensor | None, plan: RoutePlan) -> Tenso
         inverse=plan.inverse_N,
         offsets=plan.offsets_E,
         num_groups=plan.num_experts,
+        num_tokens=plan.num_tokens,
         D=width,
         stride_yn=y.stride(0),
         stride_yd=y.stride(1),
         TOP_K=plan.top_k,
-        BLOCK_D=_block(width),
+        BLOCK_R=block_r,
+        BLOCK_D=block_d,
     )
     return out
 
@@ -122,9 +176,10 @@ def combine_topk(y: Tensor, weights_TK: Tensor | None, plan: RoutePlan) -> Tenso
 def combine_topk_dweights(dout: Tensor, y: Tensor, plan: RoutePlan) -> Tensor:
     """dout_TD, y_ND -> <dout[t], y[inverse[t*K + k]]>, float32 (T, K), zero for tail rows."""
     dweights = y.new_empty(plan.num_tokens, plan.top_k, dtype=torch.float32)
+    block_r, block_d = blocks(y.shape[1])
     launch(
         _combine_topk_dweights,
-        (plan.num_rows,),
+        (triton.cdiv(plan.num_rows, block_r),),
         y.device,
         dout=dout,
         y=y,
@@ -132,12 +187,14 @@ def combine_topk_dweights(dout: Tensor, y: Tensor, plan: RoutePlan) -> Tensor:
         inverse=plan.inverse_N,
         offsets=plan.offsets_E,
         num_groups=plan.num_experts,
+        num_rows=plan.num_rows,
         D=y.shape[1],
         stride_ot=dout.stride(0),
         stride_od=dout.stride(1),
         stride_yn=y.stride(0),
         stride_yd=y.stride(1),
         TOP_K=plan.top_k,
-        BLOCK_D=_block(y.shape[1]),
+        BLOCK_R=block_r,
+        BLOCK_D=block_d,
     )
     return dweights

@@ -1,14 +1,13 @@
 """The map from row tiles to groups, made on the device once per routing, so that no GEMM waits for the host.
 
-The number of row tiles depends on the routing, so a section of the map has room for the most there can be. A section, for
-one `block_m`, is an entry (number of tiles, 0, 0, 0), then an entry (group, first row, end of the group's rows, 0) a tile.
-Rows past the last offset form a group of their own, -1. `tile_map` has one section for each of `ROW_BLOCKS`, so that every
-GEMM of a layer finds its own. Shape letters: M rows, E groups, U entries.
+The number of row tiles depends on the routing, so a section of the map has room for the most there can be. A section,
+for one `block_m`, is an entry (number of tiles, 0, 0, 0), then an entry (group, first row, end of the group's rows, 0)
+a tile. Rows past the last offset form a group of their own, -1. `tile_map` has one section for each of `ROW_BLOCKS`, so
+that every GEMM of a layer finds its own. Shape letters: M rows, E groups, U entries.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,7 +23,9 @@ def _most_tiles(num_rows, num_groups, block_m):
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _tile_map(offsets, tiles, num_rows, num_groups, SMALLEST: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_U: tl.constexpr):
+def _tile_map(
+    offsets, tiles, num_rows, num_groups, SMALLEST: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_U: tl.constexpr
+):
     section = tl.program_id(1)
     block_m = SMALLEST << section
     base = tiles

@@ -86,7 +86,7 @@ def wgrad(
     out: Tensor | None = None,
     allow_tf32: bool = False,
 ) -> Tensor:
-    """x (M, K), dy (M, N), either gathered -> x_e^T dy_e (E, K, N), exactly zero for empty groups; added to `out` if given."""
+    """x (M, K), dy (M, N), either gathered -> x_e^T dy_e (E, K, N), zero for empty groups; added to `out` if given."""
     num_rows = (x if gather_x is None else gather_x).shape[0]
     num_groups, inner, columns = offsets.shape[0], x.shape[1], dy.shape[1]
     dw = x.new_empty(num_groups, inner, columns) if out is None else out

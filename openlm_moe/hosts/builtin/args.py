@@ -15,7 +15,7 @@ PRECISIONS = ("amp", "amp_bf16", "amp_bfloat16", "bf16", "fp16", "fp32")
 # What a run without any data flag is: a small MoE on the embedded corpus. Flags and --config win over these.
 EMBEDDED_DEFAULTS: dict[str, Any] = {
     "model": "embedded",
-    "train_num_samples": 2_000_896,
+    "train_num_samples": 2_400_256,
     "epochs": 1,
     "global_batch_size": 8,
     "lr": 6e-3,

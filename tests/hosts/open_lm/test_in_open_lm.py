@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -214,18 +215,32 @@ def test_the_whole_command_trains_resumes_and_evaluates(torchrun, tmp_path):
         *("--dist-backend", "gloo"),
     ]
     for processes, flags in ((1, ()), (2, ("--fsdp", "--expert-parallel", "2"))):
-        name = ("--name", f"run{processes}")
-        first = torchrun(processes, *command, *flags, *name, "--epochs", "1")
+        whole, resumed = (tmp_path / "logs" / f"{name}{processes}" / "checkpoints" for name in ("whole", "resumed"))
+        first = torchrun(processes, *command, *flags, "--epochs", "4", "--name", whole.parent.name)
         assert first.returncode == 0, first.stderr[-3000:]
-        second = torchrun(processes, *command, *flags, *name, "--epochs", "4", "--resume", "latest")
+        resumed.mkdir(parents=True)
+        for file in ("epoch_1.pt", "optimizer_1.pt"):
+            shutil.copy(whole / file, resumed)
+        second = torchrun(
+            processes, *command, *flags, "--epochs", "4", "--name", resumed.parent.name, "--resume", "latest"
+        )
         assert second.returncode == 0, second.stderr[-3000:]
-        folder = tmp_path / "logs" / f"run{processes}" / "checkpoints"
-        last = max(int(file.stem.removeprefix("epoch_")) for file in folder.glob("epoch_*.pt"))
-        states = [torch.load(folder / f"epoch_{n}.pt", weights_only=True) for n in (1, last)]
-        assert 0 < states[0]["step"] < states[1]["step"]
-        for key, value in states[0]["state_dict"].items():
+        last = max(int(file.stem.removeprefix("epoch_")) for file in whole.glob("epoch_*.pt"))
+        assert last > 1
+        early, unbroken, continued = (
+            torch.load(folder / f"epoch_{n}.pt", weights_only=True)
+            for folder, n in ((whole, 1), (whole, last), (resumed, last))
+        )
+        assert 0 < early["step"] < unbroken["step"] == continued["step"]
+        for key, value in unbroken["state_dict"].items():
+            assert torch.equal(continued["state_dict"][key], value), key
             if key.endswith(("w1", "w2")):
-                later = states[1]["state_dict"][key]
-                assert later.shape == value.shape
-                assert all(not torch.equal(later[e], value[e]) for e in range(4)), key
-        assert len((folder / "results.jsonl").read_text().splitlines()) == last
+                assert value.shape[0] == 4
+                assert all(not torch.equal(value[e], early["state_dict"][key][e]) for e in range(4)), key
+        assert len((whole / "results.jsonl").read_text().splitlines()) == last
+
+
+def test_help_shows_both_hosts_flags(run):
+    printed = run([sys.executable, "-W", "ignore", "-m", "openlm_moe.main", "--host", "open_lm", "--help"]).stdout
+    for flag in ("--experts", "--moe-freq", "--moe-balance-scope", "--expert-parallel", "--dataset-manifest"):
+        assert flag in printed

@@ -1,9 +1,10 @@
-"""Launch parameters: one JSON table per architecture beside this file, chosen by what a model fixes, never by its batch.
+"""Launch parameters: one JSON table per architecture beside this file, chosen by what a model fixes, not by its batch.
 
 An entry applies to a product if all its keys do: `kernel`, `bits` of the dtype, `variants`, and, where it has them,
-`max_rows` (mean rows per group) and `max_columns` (N). Entries are for operands that vector loads can read (`is_aligned`)
-unless they say `"aligned": false`. The first entry that applies is taken. Token counts enter through `max_rows` alone, so a
-model compiles one or two variants of a kernel, whatever its batches. `bench tune` writes such files.
+`max_rows` (mean rows per group) and `max_columns` (N). Entries are for operands that vector loads can read
+(`is_aligned`) unless they say `"aligned": false`. The first entry that applies is taken. Token counts enter through
+`max_rows` alone, so a model compiles one or two variants of a kernel, whatever its batches. `bench tune` writes such
+files.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ VARIANTS = {"grouped_gemm": ("none", "gelu", "swiglu"), "wgrad": ("store", "add"
 class Config:
     """Tile sizes and compiler options of one launch.
 
-    `block_m` counts rows, `block_k` and `block_n` the product's K and N. `group` tiles share a band of the other operand.
-    `tma`: operands that are not gathered come through tensor descriptors. `programs_per_sm` 0 launches one program a tile,
-    another number that many persistent programs per multiprocessor.
+    `block_m` counts rows, `block_k` and `block_n` the product's K and N. `group` tiles share a band of the other
+    operand. `tma`: operands that are not gathered come through tensor descriptors. `programs_per_sm` 0 launches one
+    program a tile, another number that many persistent programs per multiprocessor.
     """
 
     block_m: int
@@ -81,9 +82,7 @@ class Table:
     shared_memory: int
     entries: tuple[Entry, ...]
 
-    def select(
-        self, kernel: str, dtype: torch.dtype, variant: str, rows: int, columns: int, aligned: bool
-    ) -> Config:
+    def select(self, kernel: str, dtype: torch.dtype, variant: str, rows: int, columns: int, aligned: bool) -> Config:
         """Raises LookupError if no entry applies; the shipped tables cover every product."""
         key = (kernel, 8 * dtype.itemsize, variant, rows, columns, aligned)
         for entry in self.entries:
@@ -131,7 +130,7 @@ def shipped() -> list[str]:
 
 
 def family(architecture: str) -> str:
-    """The shipped table that serves an architecture: its own, or a relative's with the same instructions and no more memory."""
+    """The shipped table that serves an architecture: its own, or that of a relative with no more memory."""
     if architecture.startswith("gfx"):
         return "gfx942"
     capability = int(architecture.removeprefix("sm_"))
