@@ -9,7 +9,7 @@ WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 INSTALL = $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test test-full check lint format results test-slurm test-open-lm clean
+.PHONY: train test test-full check lint format test-slurm test-open-lm clean
 
 train: $(VENV)/train.stamp
 	$(BIN)/torchrun -m openlm_moe.main --moe-every 2 --experts 8
@@ -38,10 +38,6 @@ test-slurm: $(VENV)/test.stamp
 
 test-open-lm:
 	sh tests/hosts/open_lm/environment.sh "$(OPEN_LM_SOURCE)"
-
-# Every table and figure of results/ from its records.
-results: $(VENV)/test.stamp
-	$(BIN)/python results/make.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info
