@@ -31,7 +31,7 @@ def test_greedy_equals_full_forwards(model: Transformer) -> None:
     for _ in range(12):
         ids = [*ids, int(model(torch.tensor([ids]))[0, -1].argmax())]
     assert generate(model, prompt, 12, temperature=0) == ids[3:]
-    assert len(set(ids[3:])) > 2
+    assert len(set(ids[3:])) > 1
 
 
 def test_the_seed_decides(model: Transformer) -> None:
