@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -103,7 +104,9 @@ def test_follows_a_run_on_a_terminal(folder: Path, repo_root: Path) -> None:
     command = [sys.executable, "-m", "openlm_moe.telemetry.watch", str(folder), "--interval", "0.1"]
     paths = f"{repo_root}{os.pathsep}{repo_root / 'kernels'}"
     env = {**os.environ, "TERM": "xterm", "COLUMNS": "90", "LINES": "40", "PYTHONPATH": paths}
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env)
+    # A shell that starts the tests in the background has them ignore Ctrl-C, and they would pass that on.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env, preexec_fn=heed)
     os.close(theirs)
     try:
         wait_for(ours, "400 of 1k")
