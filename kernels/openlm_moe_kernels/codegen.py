@@ -6,6 +6,7 @@ launch would compile, with the same specialisation. Prints a table and exits wit
 - no register spilled
 - shared memory within what the architecture's table says a block has
 - 16-bit products: wgmma (sm_90), HMMA (sm_8x, sm_120), tcgen05 (sm_100), MFMA (gfx); on NVIDIA cp.async or TMA loads
+  (but where rows start anywhere: neither can load those)
 - float32 products: no TF32
 """
 
@@ -58,6 +59,10 @@ class Report:
     tf32: bool
     product: bool  # a GEMM, whose main loop must use tensor cores
     aligned: bool  # sizes that asynchronous copies need
+
+    @property
+    def label(self) -> str:
+        return f"{self.target} {self.kernel} {self.case} {self.dtype} {self.config}"
 
     def misses(self) -> list[str]:
         """The parts of the bar that this kernel misses."""
@@ -183,15 +188,19 @@ def _describe(instructions: Any, text: str) -> str:
     return " ".join(f"{name} {count}" for name, count in counts.items() if count)
 
 
-def compile_target(target: str, only: str, fast: bool) -> list[Report]:
+def planned(table: tables.Table) -> list[tuple[Call, str]]:
+    """What is compiled of a table: each call in each of its dtypes."""
+    return [(call, dtype) for call in calls(table) for dtype in call.dtypes]
+
+
+def label(target: str, call: Call, dtype: str) -> str:
+    """The name of a row, as `Report.label`."""
+    return f"{target} {call.kernel} {call.case} {dtype} {call.config}"
+
+
+def compile_target(target: str, table: tables.Table, only: str) -> list[Report]:
     """Reports of every call of one target whose label contains `only`."""
-    reports = []
-    for call in calls(target):
-        for dtype in call.dtypes:
-            label = f"{call.kernel} {call.case} {dtype}"
-            if only in label and (not fast or (call.fast and dtype != "fp16")):
-                reports.append(compile_case(target, call, dtype))
-    return reports
+    return [compile_case(target, call, dtype) for call, dtype in planned(table) if only in label(target, call, dtype)]
 
 
 COLUMNS: dict[str, Callable[[Report], Any]] = {
@@ -220,11 +229,26 @@ def markdown(reports: list[Report]) -> str:
     return "\n".join(lines)
 
 
+def write(folder: Path, reports: list[Report], title: str, table: str) -> None:
+    """The record: codegen.md to read, and codegen.json with one kernel a line."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = ",\n".join("  " + json.dumps(asdict(report)) for report in reports)
+    (folder / "codegen.json").write_text(f'{{"triton": "{triton.__version__}", "kernels": [\n{rows}\n]}}\n')
+    made = "Made by `python -m openlm_moe_kernels.codegen --out results/kernels`, on a machine without a GPU."
+    (folder / "codegen.md").write_text(f"# Compiled kernels\n\n{title}. {made}\n\n{table}\n")
+
+
+def read(folder: Path) -> tuple[str, list[Report]]:
+    """The version of triton and the reports that `write` left in a folder."""
+    record = json.loads((folder / "codegen.json").read_text())
+    return record["triton"], [Report(**row) for row in record["kernels"]]
+
+
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m openlm_moe_kernels.codegen", description=__doc__.split("\n\n")[0])
     p.add_argument("--target", nargs="+", choices=TARGETS, default=list(TARGETS), help="architectures (default: all)")
-    p.add_argument("--only", default="", help="compile the kernels whose label (kernel, case, dtype) contains this")
-    p.add_argument("--fast", action="store_true", help="one case of each kernel and configuration")
+    p.add_argument("--table", type=Path, help="a kernel table to compile for its architecture, not the shipped ones")
+    p.add_argument("--only", default="", help="compile the rows whose name contains this, as the messages give it")
     p.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes, each compiling for one architecture")
     p.add_argument("--out", type=Path, help="folder to write codegen.json and codegen.md to")
     return p
@@ -235,22 +259,27 @@ def main(argv: list[str] | None = None) -> int:
     if interpreted():
         print("TRITON_INTERPRET is set, and an interpreter compiles nothing: unset it", file=sys.stderr)
         return 2
-    work = [(target, args.only, args.fast) for target in args.target]
+    chosen = {target: tables.load(target) for target in args.target}
+    if args.table:
+        try:
+            table = tables.parse(args.table.read_text())
+        except (OSError, ValueError, LookupError) as error:
+            print(f"--table {args.table} cannot be used: {error}", file=sys.stderr)
+            return 2
+        chosen = {table.architecture: table}
+    work = [(target, table, args.only) for target, table in chosen.items()]
     if args.jobs > 1 and len(work) > 1:
         with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
             reports = [report for part in pool.map(compile_target, *zip(*work, strict=True)) for report in part]
     else:
         reports = [report for item in work for report in compile_target(*item)]
-    title = f"triton {triton.__version__}: {len(reports)} kernels compiled for {', '.join(args.target)}"
+    title = f"triton {triton.__version__}: {len(reports)} kernels compiled for {', '.join(chosen)}"
     table = markdown(reports)
     print(table)
-    misses = [f"{r.target} {r.kernel} {r.case} {r.dtype} {r.config}: {miss}" for r in reports for miss in r.misses()]
+    misses = [f"{report.label}: {miss}" for report in reports for miss in report.misses()]
     print(f"\n{title}; {len(misses)} missed the bar" + "".join(f"\n  {miss}" for miss in misses))
     if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        record = {"triton": triton.__version__, "kernels": [asdict(report) for report in reports]}
-        (args.out / "codegen.json").write_text(json.dumps(record, indent=1) + "\n")
-        (args.out / "codegen.md").write_text(f"# Compiled kernels\n\n{title}.\n\n{table}\n")
+        write(args.out, reports, title, table)
     return 1 if misses or not reports else 0
 
 

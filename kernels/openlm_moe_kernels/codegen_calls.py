@@ -37,9 +37,8 @@ class Call:
     fast: bool = False  # in the subset that `make test` compiles
 
 
-def calls(architecture: str) -> Iterator[Call]:
-    """Every kernel in every configuration of the architecture's table, in the ways that the layer launches it."""
-    table = tables.load(architecture)
+def calls(table: tables.Table) -> Iterator[Call]:
+    """Every kernel in every configuration of a table, in the ways that the layer launches it."""
     for entry in table.entries:
         yield from _products(table, entry)
     dtypes = ("bf16", "fp16", "fp32")
@@ -50,8 +49,6 @@ def calls(architecture: str) -> Iterator[Call]:
 
 def _products(table: tables.Table, entry: tables.Entry) -> Iterator[Call]:
     config = entry.config
-    text = f"{config.block_m}x{config.block_n}x{config.block_k} {config.warps}w {config.stages}s"
-    text += " persistent" if config.programs_per_sm else ""
     dtypes = ("bf16", "fp16") if entry.bits == 16 else ("fp32",)
     forced = tables.only(table, entry)
     for variant in entry.variants:
@@ -63,7 +60,7 @@ def _products(table: tables.Table, entry: tables.Entry) -> Iterator[Call]:
             yield Call(
                 kernel=kernel,
                 case=case,
-                config=text,
+                config=str(config),
                 table=forced,
                 dtypes=dtypes,
                 run=partial(_wgrad if entry.kernel == "wgrad" else _gemm, **settings),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -51,6 +52,13 @@ class Config:
     def options(self) -> dict[str, int]:
         return {"num_warps": self.warps, "num_stages": self.stages, **self.extra}
 
+    def __str__(self) -> str:
+        words = [f"{self.block_m}x{self.block_n}x{self.block_k} {self.warps}w {self.stages}s"]
+        words += [f"group {self.group}"] if self.group != 8 else []
+        words += ["tma"] if self.tma else []
+        words += [f"persistent {self.programs_per_sm}"] if self.programs_per_sm else []
+        return " ".join(words + [f"{key} {value}" for key, value in self.extra.items()])
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -83,22 +91,31 @@ class Table:
     entries: tuple[Entry, ...]
 
     def select(self, kernel: str, dtype: torch.dtype, variant: str, rows: int, columns: int, aligned: bool) -> Config:
-        """Raises LookupError if no entry applies; the shipped tables cover every product."""
-        key = (kernel, 8 * dtype.itemsize, variant, rows, columns, aligned)
+        """The configuration of the entry that serves a product; see `entry`."""
+        return self.entry(kernel, 8 * dtype.itemsize, variant, rows, columns, aligned).config
+
+    def entry(self, kernel: str, bits: int, variant: str, rows: int, columns: int, aligned: bool) -> Entry:
+        """The first entry that applies; LookupError if none does. A table that was parsed serves every product."""
+        key = (kernel, bits, variant, rows, columns, aligned)
         for entry in self.entries:
             if entry.applies(*key):
-                return entry.config
+                return entry
         raise LookupError(f"the kernel table of {self.architecture} has no entry for {key}")
 
 
 def parse(text: str) -> Table:
-    """A table from its JSON text; ValueError names what is wrong with it."""
+    """A table from its JSON text; ValueError or LookupError names what is wrong with it."""
     try:
         data = json.loads(text)
         entries = tuple(_entry(item) for item in data["entries"])
-        return Table(str(data["architecture"]), int(data["shared_memory"]), entries)
+        table = Table(str(data["architecture"]), int(data["shared_memory"]), entries)
     except (KeyError, TypeError) as error:
-        raise ValueError(f"not a kernel table: {error}") from error
+        raise ValueError(f"not a kernel table: {error!r}") from error
+    for kernel, variants in VARIANTS.items():
+        for variant in variants:
+            for bits in (16, 32):
+                table.entry(kernel, bits, variant, sys.maxsize, sys.maxsize, False)  # the hardest to serve
+    return table
 
 
 def _entry(item: dict[str, Any]) -> Entry:
@@ -140,7 +157,8 @@ def family(architecture: str) -> str:
         return "sm_90"
     if 100 <= capability < 110:
         return "sm_100"
-    return "sm_89"  # 8.6, 8.9 and 12.x have 99 KiB of shared memory
+    # 8.6, 8.9 and 12.x have 99 KiB of shared memory; for 12.x the compiler needs smaller tiles.
+    return "sm_120" if capability >= 120 else "sm_89"
 
 
 def is_aligned(*matrices: Tensor) -> bool:
@@ -175,10 +193,13 @@ def load(architecture: str) -> Table:
 
 
 @cache
-def _load_override(path: str) -> Table:
+def _load_override(path: str, architecture: str) -> Table:
     try:
-        return parse(Path(path).read_text())
-    except (OSError, ValueError) as error:
+        table = parse(Path(path).read_text())
+        if family(table.architecture) != family(architecture):
+            raise ValueError(f"it was made for {table.architecture}, and this is {architecture}")
+        return table
+    except (OSError, ValueError, LookupError) as error:
         raise ValueError(f"{OVERRIDE}={path} cannot be used: {error}") from error
 
 
@@ -201,7 +222,7 @@ def current(device: torch.device) -> Table:
     if _forced is not None:
         return _forced
     if path := os.environ.get(OVERRIDE):
-        return _load_override(path)
+        return _load_override(path, architecture_of(device))
     return load(architecture_of(device))
 
 
