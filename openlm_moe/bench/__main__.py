@@ -12,6 +12,7 @@ COMMANDS = {
     "layer": ("openlm_moe.bench.layer", "one MoE feed-forward, forward and backward, against a dense one of its FLOPs"),
     "scale": ("openlm_moe.bench.scale", "step time and bytes of each collective under expert parallelism"),
     "kernels": ("openlm_moe.bench.kernels", "the grouped products against dense ones of the same FLOPs"),
+    "tune": ("openlm_moe.bench.tune", "launch parameters of the kernels on this GPU, written as a kernel table"),
     "model": ("openlm_moe.bench.model", "training steps of a whole model, dense against mixture of experts"),
 }
 
