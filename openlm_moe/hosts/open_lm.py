@@ -33,7 +33,7 @@ from openlm_moe.layers.balance import update_expert_biases
 from openlm_moe.layers.losses import LossCollector, collect_losses
 from openlm_moe.layers.moe import build_moe
 from openlm_moe.layers.recompute import checkpoint
-from openlm_moe.options import MOE_OPTIONS
+from openlm_moe.options import MOE_OPTIONS, help_text
 from openlm_moe.parallel import (
     fsdp1_clip_grad_norm_,
     fsdp1_expert_parallel,
@@ -44,6 +44,7 @@ from openlm_moe.parallel import (
     scatter_experts,
 )
 from openlm_moe.parallel.fsdp1 import gather_expert_moments, scatter_expert_moments
+from openlm_moe.parallel.mesh import let_gloo_finish
 
 log = logging.getLogger("openlm_moe")
 
@@ -73,6 +74,7 @@ REPLACED: dict[str, tuple[str, ...] | None] = {
     ),
     "open_lm.params.add_model_args": ("parser",),
     "open_lm.params.check_args": ("args",),
+    "open_lm.params.maybe_load_config": ("parser", "args"),
     "open_lm.train.wandb": None,
     "open_lm.data.group_by_keys_nothrow": ("data", "keys", "lcase", "suffixes", "handler"),
 }
@@ -89,6 +91,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         importlib.import_module("open_lm.main").main(list(argv))
     finally:
+        let_gloo_finish()
         unregister_open_lm()
     return 0
 
@@ -181,6 +184,7 @@ class _Plugin:
             "open_lm.main.train_one_epoch": self.train_one_epoch,
             "open_lm.params.add_model_args": self.add_model_args,
             "open_lm.params.check_args": self.check_args,
+            "open_lm.params.maybe_load_config": self.maybe_load_config,
             "open_lm.data.group_by_keys_nothrow": self.group_by_keys,
         }
         if not torch.cuda.is_available():
@@ -208,7 +212,7 @@ class _Plugin:
             strings = (option.flag, *option.aliases)
             shared = [known[s] for s in strings if s in known]
             new = [s for s in strings if s not in known]
-            keywords: dict[str, Any] = {"dest": shared[0].dest if shared else option.dest, "help": option.help}
+            keywords: dict[str, Any] = {"dest": shared[0].dest if shared else option.dest, "help": help_text(option)}
             if option.type is bool:
                 keywords["action"] = "store_true"
             else:
@@ -218,6 +222,12 @@ class _Plugin:
             parser.set_defaults(**{keywords["dest"]: getattr(self.config, option.field)})
             self.dests[option.field] = keywords["dest"]
         parser.add_argument("--expert-parallel", default="off", help="ranks that share one set of experts, auto or off")
+
+    def maybe_load_config(self, parser: argparse.ArgumentParser, args: Sequence[str]) -> Any:
+        """open_lm's, which would answer --help with its own parser's two lines; the whole parser answers it instead."""
+        if {"-h", "--help"} & set(args):
+            return None
+        return self.originals["open_lm.params.maybe_load_config"](parser, args)
 
     def check_args(self, args: argparse.Namespace) -> None:
         """open_lm's checks, without its demand for megablocks; then our settings as the flags give them."""

@@ -11,6 +11,7 @@ Without FSDP nothing is sharded beside the experts: `shard` is 1, and dense para
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from math import gcd
@@ -60,7 +61,17 @@ def init_distributed(timeout_s: float = 600.0) -> torch.device:
 def shutdown() -> None:
     """Leaves the process group, if there is one."""
     if dist.is_initialized():
+        let_gloo_finish()
         dist.destroy_process_group()
+
+
+def let_gloo_finish() -> None:
+    """Leaves the interpreter to gloo's threads for a moment; to be called between the last collective and the end.
+
+    They drop a collective's tensors shortly after it is done, and need Python's lock for it. One that asks for the lock
+    when the interpreter has ended aborts the process, and a run that was complete exits with 134.
+    """
+    time.sleep(0.2)
 
 
 def _local_device(local_rank: int) -> torch.device:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import openlm_moe
+from openlm_moe.parallel.mesh import shutdown
 
 BATCH, SEQ, VOCAB = 8, 16, 16
 
@@ -96,8 +97,7 @@ def main(out, steps, *flags):
         norms = gathered
     if args.rank == 0:
         torch.save({"state": state, "scalars": recorder.scalars, "norms": norms, "steps": step, "ok": success}, out)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    shutdown()
     openlm_moe.unregister_open_lm()
 
 
