@@ -8,10 +8,12 @@ from typing import Any
 
 from openlm_moe.errors import UserError
 from openlm_moe.hosts.builtin import config_file, legacy
+from openlm_moe.hosts.builtin.hf_flags import HF_OPTIONS, check_hf_flags
 from openlm_moe.hosts.builtin.params import MODEL_OPTIONS
 from openlm_moe.options import MOE_OPTIONS, Option, Parser, add_options, moe_config_from
 
 PRECISIONS = ("amp", "amp_bf16", "amp_bfloat16", "bf16", "fp16", "fp32")
+DEFAULT_MODEL = "open_lm_1b"
 # What a run without any data flag is: a small MoE on the embedded corpus. Flags and --config win over these.
 EMBEDDED_DEFAULTS: dict[str, Any] = {
     "model": "embedded",
@@ -194,6 +196,7 @@ TRAINER_OPTIONS: tuple[Option, ...] = (
     *DATA_OPTIONS,
     *MODEL_OPTIONS,
     *MORE_MODEL_OPTIONS,
+    *HF_OPTIONS,
     *TRAINING_OPTIONS,
     *DISTRIBUTED_OPTIONS,
     *LOGGING_OPTIONS,
@@ -222,7 +225,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         getattr(args, key) is not None or values.get(key) is not None
         for key in ("train_data", "dataset_manifest", "val_data")
     )
-    parser.set_defaults(**{"model": "open_lm_1b"} | ({} if names_data else EMBEDDED_DEFAULTS) | values)
+    parser.set_defaults(**{"model": DEFAULT_MODEL} | ({} if names_data else EMBEDDED_DEFAULTS) | values)
     args = parser.parse_args(argv)
     args.embedded = not names_data
     args.moe = moe_config_from(args)
@@ -253,6 +256,7 @@ def check_args(args: argparse.Namespace) -> None:
         raise UserError(f"--epochs-cooldown is {args.epochs_cooldown}, more than --epochs {args.epochs}")
     _check_masks(args)
     _check_fsdp(args)
+    check_hf_flags(args, DEFAULT_MODEL)
     if args.val_data_key is not None and len(args.val_data_key) != len(args.val_data or ()):
         raise UserError(
             f"--val-data-key has {len(args.val_data_key)} keys for {len(args.val_data or ())} validation sets"

@@ -9,8 +9,7 @@ import torch
 
 from openlm_moe.hosts.builtin import run_folder
 from openlm_moe.hosts.builtin.averaging import make_averagers
-from openlm_moe.hosts.builtin.build import build_model
-from openlm_moe.hosts.builtin.count import count_parameters, flops_per_token, short_count
+from openlm_moe.hosts.builtin.count import short_count
 from openlm_moe.hosts.builtin.optimizer import make_optimizer
 from openlm_moe.hosts.builtin.precision import LossScale
 from openlm_moe.hosts.builtin.prepare import Prepared
@@ -56,12 +55,12 @@ def open_sinks(p: Prepared, resume_step: int = 0) -> Sinks:
 def settings_of(p: Prepared) -> dict[str, Any]:
     """Every setting of the run, for params.json and for reporters."""
     flags = {key: value for key, value in vars(p.args).items() if key not in ("moe", "notes")}
-    parameters = count_parameters(p.params, p.moe)
+    parameters = p.architecture.count()
     return {
         **flags,
         "global_batch_size": p.global_batch_size,
-        "model_params": p.params.to_json(),
-        "moe": p.moe.to_dict(),
+        "model_params": p.architecture.to_json(),
+        "moe": p.architecture.moe.to_dict(),
         "parameters": {"total": parameters.total, "active": parameters.active},
         "world_size": p.layout.world_size,
         "expert_parallel_size": p.layout.expert_parallel,
@@ -73,22 +72,21 @@ def settings_of(p: Prepared) -> dict[str, Any]:
 
 def assemble(p: Prepared) -> Run:
     """The run, at the step of the checkpoint that it goes on from. Every rank calls it."""
-    args, layout, plan = p.args, p.layout, p.plan
+    args, layout, plan, architecture = p.args, p.layout, p.plan, p.architecture
     resuming = p.start_from is not None and args.resume is not None
     same_run = resuming and args.resume == "latest"
     sinks = open_sinks(p, read_state(p.start_from)["step"] if same_run else 0)
     stop = StopRequest(args.stop_file or p.folder / STOP_FILE)
     compute = torch.bfloat16 if args.fsdp_amp or args.fsdp_pure_bf16 else p.precision.compute_dtype
-    if args.verify_kernels == "on" and p.moe.num_experts:
-        verify_kernels(p.params.dim, p.moe, layout.device, compute, sinks.say)
-    model = everywhere(lambda: build_model(p.params, p.moe, args, layout))
+    if args.verify_kernels == "on" and architecture.moe.num_experts:
+        verify_kernels(architecture.dim, architecture.moe, layout.device, compute, sinks.say)
+    model = everywhere(lambda: architecture.build(args, layout))
     averagers = make_averagers(args.averagers, model)
     run = Run(
         args=args,
         layout=layout,
         folder=p.folder,
-        params=p.params,
-        moe=p.moe,
+        architecture=architecture,
         plan=plan,
         model=model,
         optimizer=make_optimizer(model, args),
@@ -96,7 +94,7 @@ def assemble(p: Prepared) -> Run:
         precision=p.precision,
         scale=LossScale(p.precision.scaled),
         rules=StepRules(
-            moe=p.moe,
+            moe=architecture.moe,
             accum_freq=args.accum_freq,
             grad_clip_norm=args.grad_clip_norm,
             z_loss_coefficient=args.z_loss_coefficient,
@@ -105,6 +103,7 @@ def assemble(p: Prepared) -> Run:
             world_size=layout.world_size,
             counts_vary=p.masking.active or args.pad_short_samples or args.ignore_parse_errors,
             log_logit_mean=args.log_logit_mean,
+            collect=architecture.collect_losses,
         ),
         masking=p.masking,
         averagers=averagers,
@@ -114,7 +113,7 @@ def assemble(p: Prepared) -> Run:
         sinks=sinks,
         meter=StepMeter(
             layout.world_size,
-            flops_per_token(p.params, p.moe),
+            architecture.flops_per_token(),
             peak_flops(p.device_name, compute) if layout.device.type == "cuda" else None,
             layout.device,
         ),
@@ -128,7 +127,7 @@ def assemble(p: Prepared) -> Run:
         everywhere(lambda: run.saver.load_weights(run, p.start_from))
         sinks.say(f"took the weights of {p.start_from}")
     run.first_step = run.logged_step = run.step
-    parameters = count_parameters(p.params, p.moe)
+    parameters = architecture.count()
     sinks.say(
         f"{short_count(parameters.total)} parameters, {short_count(parameters.active)} active per token; "
         f"{plan.total_steps} steps of {plan.global_batch_size} samples of {plan.seq_len} tokens on "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,20 +22,22 @@ def build_model(params: ModelParams, moe: MoEConfig, args: argparse.Namespace, l
         model.set_grad_checkpointing(args.grad_checkpointing_scope)
     if args.torchcompile:
         compile_dense_blocks(model)
-    if args.fsdp:
-        parallelize(
-            model,
-            layout,
-            precision=fsdp_precision(args),
-            cpu_offload=args.fsdp_cpu_offload,
-            reshard_after_forward=not args.fsdp_hybrid_o2,
-        )
-    else:
-        parallelize(model, layout)
+    spread(model, args, layout)
     materialise(model, layout, args.seed, cpu_offload=args.fsdp_cpu_offload).train()
     if layout.dense_mesh is not None:
         check_plan(model)
     return model
+
+
+def spread(model: nn.Module, args: argparse.Namespace, layout: Layout, **how: Any) -> None:
+    """Shards or replicates `model`, in place, as the flags say; `how` goes to `apply_fsdp`."""
+    if args.fsdp:
+        how |= {
+            "precision": fsdp_precision(args),
+            "cpu_offload": args.fsdp_cpu_offload,
+            "reshard_after_forward": not args.fsdp_hybrid_o2,
+        }
+    parallelize(model, layout, **how)
 
 
 def fsdp_precision(args: argparse.Namespace) -> str:

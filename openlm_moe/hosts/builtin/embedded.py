@@ -8,17 +8,17 @@ from openlm_moe import UserError
 from openlm_moe.data.corpus import VOCAB_SIZE, Corpus, embedded_corpus
 from openlm_moe.data.evaluation import open_evaluation
 from openlm_moe.data.ngram import perplexities
-from openlm_moe.hosts.builtin.params import ModelParams
+from openlm_moe.hosts.builtin.architecture import Architecture
 
 
-def use_embedded_corpus(args: argparse.Namespace, params: ModelParams) -> Corpus:
+def use_embedded_corpus(args: argparse.Namespace, architecture: Architecture) -> Corpus:
     """Names the corpus as training and validation data in `args`. Raises `UserError` if the model cannot read it."""
-    if params.vocab_size < VOCAB_SIZE:
+    if architecture.vocab_size < VOCAB_SIZE:
         raise UserError(
             f"the embedded corpus has {VOCAB_SIZE} token ids, but {args.model} has a vocabulary of "
-            f"{params.vocab_size}; choose another --model, or give --train-data or --dataset-manifest"
+            f"{architecture.vocab_size}; choose another --model, or give --train-data or --dataset-manifest"
         )
-    corpus = embedded_corpus(params.seq_len, args.data_cache_dir)
+    corpus = embedded_corpus(architecture.seq_len, args.data_cache_dir)
     args.dataset_manifest, args.val_data = [corpus.train], [corpus.validation]
     return corpus
 

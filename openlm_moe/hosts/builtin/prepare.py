@@ -15,10 +15,10 @@ from openlm_moe.data.corpus import Corpus
 from openlm_moe.data.evaluation import EvaluationSet, open_evaluation
 from openlm_moe.data.loader import TrainData, open_data
 from openlm_moe.hosts.builtin import run_folder
+from openlm_moe.hosts.builtin.architecture import Architecture, choose
 from openlm_moe.hosts.builtin.averaging import parse_averagers
 from openlm_moe.hosts.builtin.embedded import use_embedded_corpus
 from openlm_moe.hosts.builtin.legacy import global_batch_size
-from openlm_moe.hosts.builtin.params import ModelParams, load_model
 from openlm_moe.hosts.builtin.plan import Plan
 from openlm_moe.hosts.builtin.precision import Precision, make_precision
 from openlm_moe.hosts.builtin.ranks import everywhere, on_main
@@ -35,8 +35,7 @@ class Prepared:
 
     args: argparse.Namespace
     layout: Layout
-    params: ModelParams
-    moe: MoEConfig
+    architecture: Architecture
     precision: Precision
     masking: Masking
     global_batch_size: int
@@ -60,27 +59,26 @@ def prepare(args: argparse.Namespace, device: torch.device) -> Prepared:
     May write into the cache folder (the embedded corpus, shard indices), and with --remote-sync and --resume latest
     brings the run back from there.
     """
-    params, moe, report_to = everywhere(lambda: read_settings(args))
-    layout = everywhere(lambda: lay_out(args, moe, device))
+    architecture, report_to = everywhere(lambda: read_settings(args))
+    layout = everywhere(lambda: lay_out(args, architecture.moe, device))
     batch = everywhere(lambda: batch_size(args, layout))
 
     folder = Path(args.logs) / run_folder.run_name(args, batch // layout.world_size)
     on_main(lambda: run_folder.check_folder(folder, args.resume))
     start_from = everywhere(lambda: find_start(args, folder))
 
-    corpus = everywhere(lambda: use_embedded_corpus(args, params)) if args.embedded else None
-    data = everywhere(lambda: _open_data(args, params)) if args.dataset_manifest or args.train_data else None
-    validation = everywhere(lambda: _open_validation(args, params)) if args.val_data else []
-    plan = None if data is None else everywhere(lambda: make_plan(args, data, batch, params.seq_len))
+    corpus = everywhere(lambda: use_embedded_corpus(args, architecture)) if args.embedded else None
+    data = everywhere(lambda: _open_data(args, architecture)) if args.dataset_manifest or args.train_data else None
+    validation = everywhere(lambda: _open_validation(args, architecture)) if args.val_data else []
+    plan = None if data is None else everywhere(lambda: make_plan(args, data, batch, architecture.seq_len))
     if start_from is not None:
-        on_main(lambda: check_same_model(read_state(start_from), params, moe, start_from))
+        on_main(lambda: check_same_model(read_state(start_from), architecture, start_from))
     return Prepared(
         args,
         layout,
-        params,
-        moe,
+        architecture,
         make_precision(args.precision, device),
-        make_masking(args, params.vocab_size),
+        make_masking(args, architecture.vocab_size),
         batch,
         folder,
         report_to,
@@ -89,14 +87,13 @@ def prepare(args: argparse.Namespace, device: torch.device) -> Prepared:
         validation,
         plan,
         start_from,
-        [*args.notes, *moe_notes(moe)],
+        [*args.notes, *moe_notes(architecture.moe)],
     )
 
 
-def read_settings(args: argparse.Namespace) -> tuple[ModelParams, MoEConfig, tuple[str, ...]]:
+def read_settings(args: argparse.Namespace) -> tuple[Architecture, tuple[str, ...]]:
     """Model, MoE layers and reporters that the flags name. Raises `UserError` for what cannot be built or is absent."""
-    params, moe = load_model(args.model, vars(args), args.moe)
-    moe.moe_layer_ids(params.n_layers)
+    architecture = choose(args)
     parse_averagers(args.averagers)
     report_to = parse_report_to(args.report_to)
     for package in report_to:
@@ -105,7 +102,7 @@ def read_settings(args: argparse.Namespace) -> tuple[ModelParams, MoEConfig, tup
     names_training_data = args.embedded or args.train_data is not None or args.dataset_manifest is not None
     if not names_training_data and args.resume is None and args.pretrained is None:
         raise UserError("--val-data without training data evaluates a checkpoint: name it with --resume")
-    return params, moe, report_to
+    return architecture, report_to
 
 
 def lay_out(args: argparse.Namespace, moe: MoEConfig, device: torch.device) -> Layout:
@@ -172,13 +169,13 @@ def make_masking(args: argparse.Namespace, vocab_size: int) -> Masking:
     return Masking(left, pad, args.squash_mask_left)
 
 
-def _open_data(args: argparse.Namespace, params: ModelParams) -> TrainData:
+def _open_data(args: argparse.Namespace, architecture: Architecture) -> TrainData:
     return open_data(
         args.dataset_manifest or args.train_data,
-        seq_len=params.seq_len,
+        seq_len=architecture.seq_len,
         seed=args.seed,
         mix_weights=args.train_data_mix_weights,
-        vocab_size=params.vocab_size,
+        vocab_size=architecture.vocab_size,
         multiple_data_passes=args.multiple_data_passes,
         resampled=args.dataset_resampled,
         data_key=args.data_key,
@@ -189,18 +186,18 @@ def _open_data(args: argparse.Namespace, params: ModelParams) -> TrainData:
     )
 
 
-def _open_validation(args: argparse.Namespace, params: ModelParams) -> list[EvaluationSet]:
+def _open_validation(args: argparse.Namespace, architecture: Architecture) -> list[EvaluationSet]:
     most = None
     if args.val_num_samples is not None:
-        most = args.val_num_samples // params.seq_len
+        most = args.val_num_samples // architecture.seq_len
         if most < 1:
             raise UserError(
-                f"--val-num-samples is {args.val_num_samples} tokens, less than one sample of {params.seq_len}"
+                f"--val-num-samples is {args.val_num_samples} tokens, less than one sample of {architecture.seq_len}"
             )
     return open_evaluation(
         args.val_data,
-        seq_len=params.seq_len,
-        vocab_size=params.vocab_size,
+        seq_len=architecture.seq_len,
+        vocab_size=architecture.vocab_size,
         max_samples=most,
         data_key=args.val_data_key or args.data_key,
         pad_short=args.pad_short_samples,

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from openlm_moe import UserError
 from openlm_moe.hosts.builtin.args import parse_args
 from openlm_moe.hosts.builtin.assemble import assemble, open_sinks
-from openlm_moe.hosts.builtin.build import build_model
 from openlm_moe.hosts.builtin.cpu_memory import keep_freed_memory
 from openlm_moe.hosts.builtin.embedded import ngram_baselines
 from openlm_moe.hosts.builtin.evaluate import evaluate
@@ -77,7 +76,7 @@ def _run(p: Prepared) -> int:
         closing.callback(run.stop.close)
         baselines = {}
         if p.corpus is not None:
-            baselines = ngram_baselines(p.corpus, p.params.seq_len, p.args.data_cache_dir)
+            baselines = ngram_baselines(p.corpus, p.architecture.seq_len, p.args.data_cache_dir)
             say("perplexity of n-grams on the validation text: " + _listed(baselines))
         if run.done:
             say(f"nothing to do: the checkpoint is at step {run.step} of {p.plan.total_steps}")
@@ -105,7 +104,7 @@ def _evaluate_only(p: Prepared) -> int:
     """Evaluates the checkpoint that --resume names on the validation sets; logs at the checkpoint's step."""
     state = read_state(p.start_from)
     with open_sinks(p, state["step"]) as sinks:
-        model = build_model(p.params, p.moe, p.args, p.layout)
+        model = p.architecture.build(p.args, p.layout)
         loader = Checkpointer(p.folder / "checkpoints")
         loader.load(p.start_from, model, None)
         loader.close()

@@ -24,7 +24,8 @@ def run_name(args: argparse.Namespace, per_rank_batch: int) -> str:
             raise UserError(f"--name is {args.name!r}; it must be a plain folder name")
         return args.name
     date = on_main(lambda: time.strftime("%Y_%m_%d-%H_%M_%S"))
-    return f"{date}-model_{Path(args.model).stem}-lr_{args.lr}-b_{per_rank_batch}"
+    model = Path(args.model).stem if args.hf_model is None else Path(args.hf_model).name
+    return f"{date}-model_{model}-lr_{args.lr}-b_{per_rank_batch}"
 
 
 def check_folder(folder: Path, resume: str | None) -> None:

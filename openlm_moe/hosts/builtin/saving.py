@@ -12,9 +12,9 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from openlm_moe import MoEConfig, UserError, __version__
+from openlm_moe import UserError, __version__
+from openlm_moe.hosts.builtin.architecture import Architecture
 from openlm_moe.hosts.builtin.averaging import Averager
-from openlm_moe.hosts.builtin.params import ModelParams
 from openlm_moe.hosts.builtin.ranks import on_main
 from openlm_moe.parallel import Checkpointer
 from openlm_moe.parallel.checkpoint import MARKER, STATE, complete_checkpoints
@@ -45,6 +45,8 @@ class Saver:
         outdated = self.transient
         path = self.checkpoints.save(run.step, run.model, run.optimizer, state_of(run))
         self.transient = path if transient else None
+        if run.done or run.args.hf_save == "checkpoints":
+            run.architecture.export(run.model, run.folder, run.step, run.args.keep_last)
         if outdated is not None and outdated != path:
             self.checkpoints.wait()
             on_main(lambda: remove(outdated))
@@ -56,7 +58,7 @@ class Saver:
     def restore(self, run: Run, path: Path) -> None:
         """Puts the checkpoint at `path` into `run`: weights, moments, averages, counters, place in the data."""
         state = self.checkpoints.load(path, run.model, run.optimizer)
-        check_same_model(state, run.params, run.moe, path)
+        check_same_model(state, run.architecture, path)
         samples = run.data.resume(state["data"], allow_change=run.args.allow_data_change)
         if samples % run.plan.global_batch_size:
             raise UserError(
@@ -98,8 +100,8 @@ def state_of(run: Run) -> dict[str, Any]:
         "epoch": run.step * run.plan.global_batch_size // run.plan.samples_per_epoch,
         "seed": run.args.seed,
         "global_batch_size": run.plan.global_batch_size,
-        "model": run.params.to_json(),
-        "moe": run.moe.to_dict(),
+        "model": run.architecture.to_json(),
+        "moe": run.architecture.moe.to_dict(),
         "data": run.data.state(run.step * run.plan.global_batch_size),
         "loss_scale": run.scale.state_dict(),
         "averagers": {averager.name: averager.state_dict() for averager in run.averagers},
@@ -111,10 +113,10 @@ def state_of(run: Run) -> dict[str, Any]:
 _FREE = {"loss_weight", "z_loss_weight", "bias_update_rate", "balance_scope", "jitter", "backend", "capacity_factor"}
 
 
-def check_same_model(state: dict[str, Any], params: ModelParams, moe: MoEConfig, path: Path) -> None:
+def check_same_model(state: dict[str, Any], architecture: Architecture, path: Path) -> None:
     """Raises `UserError`, naming the first setting, if the checkpoint's model is not that of the flags."""
-    pairs = [(key, state["model"].get(key), value) for key, value in params.to_json().items()]
-    pairs += [(f"moe {k}", state["moe"].get(k), v) for k, v in moe.to_dict().items() if k not in _FREE]
+    pairs = [(key, state["model"].get(key), value) for key, value in architecture.to_json().items()]
+    pairs += [(f"moe {k}", state["moe"].get(k), v) for k, v in architecture.moe.to_dict().items() if k not in _FREE]
     for key, saved, wanted in pairs:
         if saved != wanted:
             raise UserError(

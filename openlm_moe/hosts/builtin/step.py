@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -38,6 +39,7 @@ class StepRules:
     world_size: int
     counts_vary: bool
     log_logit_mean: bool = False
+    collect: Callable[..., AbstractContextManager[LossCollector]] = collect_losses  # for this kind of model
 
 
 @dataclass
@@ -115,7 +117,7 @@ def train_step(
         share = _valid(part, rules) / targets
         with (
             gradient_sync(model, last=number == len(parts) - 1),
-            collect_losses(model, share=share, scale=scale.scale, reduce_counts=reduce_counts) as collector,
+            rules.collect(model, share=share, scale=scale.scale, reduce_counts=reduce_counts) as collector,
         ):
             with meter.phase(metrics.FORWARD_TIME), precision.autocast():
                 logits = model(part.inputs, part.mask)
@@ -190,7 +192,7 @@ def _count_reduction(
     sums = _Sums(torch.zeros(1, device=parts[0].inputs.device))
     for number, part in enumerate(parts):
         seed_everything(rules.seed, step, number, rules.rank)
-        with torch.no_grad(), collect_losses(model) as collector, precision.autocast():
+        with torch.no_grad(), rules.collect(model) as collector, precision.autocast():
             model(part.inputs, part.mask)
         sums.add([0.0], collector)
     sums.reduce()

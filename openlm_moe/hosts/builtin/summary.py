@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from openlm_moe.hosts.builtin.count import count_parameters, short_count
+from openlm_moe.hosts.builtin.count import short_count
 from openlm_moe.hosts.builtin.generate import continue_text
 from openlm_moe.hosts.builtin.saving import CHECKPOINTS
 from openlm_moe.hosts.builtin.train import mean_recent_loss
@@ -19,7 +19,7 @@ PROMPTS = ("def read(self, size=-1):\n", "import os\nimport sys\n\n\nclass ")
 
 def summary_table(run: Run, baselines: dict[str, float]) -> list[tuple[str, str]]:
     """(label, value) rows. `baselines`: perplexity of n-gram models on the first validation set, by name."""
-    parameters = count_parameters(run.params, run.moe)
+    parameters = run.architecture.count()
     rows = [
         ("tokens", f"{run.tokens:,} in {run.step:,} steps"),
         ("train perplexity", f"{perplexity(mean_recent_loss(run)):.2f} (last {len(run.recent)} steps)"),
@@ -61,7 +61,7 @@ def samples(run: Run, tokenizer_file: str, new_tokens: int = 64) -> list[str]:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(tokenizer_file)
-    new_tokens = min(new_tokens, run.params.seq_len // 2)
+    new_tokens = min(new_tokens, run.architecture.seq_len // 2)
     return [
         prompt + continue_text(run.model, tokenizer, prompt, new_tokens, temperature=0.7, top_k=50, seed=run.args.seed)
         for prompt in PROMPTS

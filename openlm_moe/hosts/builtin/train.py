@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from openlm_moe import MoEConfig, moe_layers
 from openlm_moe.data.evaluation import EvaluationSet
 from openlm_moe.data.loader import TrainData
 from openlm_moe.data.samples import Batch
+from openlm_moe.hosts.builtin.architecture import Architecture
 from openlm_moe.hosts.builtin.averaging import Averager
 from openlm_moe.hosts.builtin.evaluate import Evaluation, evaluate
-from openlm_moe.hosts.builtin.params import ModelParams
 from openlm_moe.hosts.builtin.plan import Plan
 from openlm_moe.hosts.builtin.precision import LossScale, Precision
 from openlm_moe.hosts.builtin.profiling import Profiler
@@ -50,8 +49,7 @@ class Run:
     args: argparse.Namespace
     layout: Layout
     folder: Path
-    params: ModelParams
-    moe: MoEConfig
+    architecture: Architecture
     plan: Plan
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -191,7 +189,7 @@ def val_batch_size(args: argparse.Namespace, global_batch_size: int, world_size:
 
 def log_step(run: Run, result: StepResult, dropped: float) -> None:
     """Logs the last step's losses, and throughput and expert load since the last call."""
-    layer_ids = {name: layer.layer_id for name, layer in moe_layers(run.model)}
+    layer_ids = run.architecture.layer_ids(run.model)
     run.last_load = {layer_ids[name]: counts.tolist() for name, counts in run.load.items()}
     routed = sum(sum(counts) for counts in run.last_load.values())
     run.load = {}
