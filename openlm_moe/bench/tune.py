@@ -57,11 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def layer(text: str) -> Shape:
     """ "768,3072,8,2,swiglu" -> Shape."""
-    *numbers, last = text.split(",")
-    activation = "swiglu" if last == "swiglu" else "gelu"
-    sizes = [int(number) for number in (numbers if last == "swiglu" else [*numbers, last])]
-    if len(sizes) != 4 or min(sizes) < 1 or sizes[3] > sizes[2]:
-        raise ValueError(f"{text} is not D,F,E,K with K at most E")
+    numbers = text.removesuffix(",swiglu").split(",")
+    activation = "swiglu" if text.endswith(",swiglu") else "gelu"
+    sizes = [int(number) for number in numbers if number.isdecimal()]
+    if len(sizes) != len(numbers) or len(sizes) != 4 or min(sizes) < 1 or sizes[3] > sizes[2]:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not D,F,E,K in whole numbers with K at most E, or that and swiglu"
+        )
     return Shape(*sizes, activation)
 
 
@@ -71,6 +73,8 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError("--rounds, --steps and --tokens must be 1 or more")
     dtypes = [DTYPES[name] for name in arguments.dtype or ("bf16", "fp32")]
     device = require_device(dtypes)
+    if arguments.out and not arguments.out.absolute().parent.is_dir():
+        raise UserError(f"--out {arguments.out}: there is no folder {arguments.out.parent}; make it first")
     from openlm_moe.bench.products import products
     from openlm_moe_kernels.gpu import tables
 

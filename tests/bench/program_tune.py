@@ -21,14 +21,12 @@ WRONG_BLOCK = 64
 
 
 @contextmanager
-def last_columns_forgotten() -> Iterator[None]:
-    """Tiles of `WRONG_BLOCK` rows skip half of the launch: far faster than the others, and wrong."""
+def some_launches_do_nothing() -> Iterator[None]:
+    """Tiles of `WRONG_BLOCK` rows are launched without effect: nothing is faster, and the output is what was there."""
 
     def wrap(inner):
         def launch(kernel, grid, device, arguments):
-            if kernel.fn.__name__ == "_wgrad" and arguments["BLOCK_M"] == WRONG_BLOCK:
-                inner(kernel, (max(1, grid[0] // 8),), device, {**arguments, "num_groups": 1})
-            else:
+            if kernel.fn.__name__ != "_wgrad" or arguments["BLOCK_M"] != WRONG_BLOCK:
                 inner(kernel, grid, device, arguments)
 
         return launch
@@ -45,7 +43,7 @@ def wrong() -> dict:
     for name in ("checked", "unchecked"):
         if name == "unchecked":
             tune.wrong = lambda case: None
-        with last_columns_forgotten():
+        with some_launches_do_nothing():
             search = tune.tune_entry(table, store.entry(table), [store], "cpu", rounds=3, steps=1)
         found[name] = {
             "winner": search.best.block_m,

@@ -32,6 +32,9 @@ def test_a_table_is_measured_written_and_used(tmp_path: Path, run) -> None:
     out = tmp_path / "mine.json"
     command = [sys.executable, "-m", "openlm_moe.bench", "tune", "--layer", "32,48,3,1", "--tokens", "40"]
     flags = ["--dtype", "fp32", "--kernel", "wgrad", "--rounds", "1", "--steps", "1", "--out", out]
+    nowhere = run([*command, *flags[:-1], tmp_path / "none" / "mine.json"], env=INTERPRETER)
+    assert (nowhere.returncode, nowhere.stdout) == (2, ""), "told before anything is measured"
+    assert "there is no folder" in nowhere.stderr
     done = run([*command, *flags], env=INTERPRETER)
     assert done.returncode == 0, done.stderr
     assert f"{tables.OVERRIDE}={out}" in done.stdout
@@ -98,7 +101,7 @@ def test_mistakes_are_told_in_a_line(flags: list[str], capsys) -> None:
 def test_layers_are_read_from_the_command_line(text: str) -> None:
     assert tune.layer("768,3072,8,2") == Shape(768, 3072, 8, 2, "gelu")
     assert tune.layer("768,3072,8,2,swiglu") == Shape(768, 3072, 8, 2, "swiglu")
-    with pytest.raises(ValueError):
+    with pytest.raises(argparse.ArgumentTypeError, match="is not D,F,E,K"):
         tune.layer(text)
 
 
