@@ -190,6 +190,24 @@ def test_original_and_native_answer_every_question_alike(original, native, tasks
     assert len(chosen) > 1  # it answers by what it reads
 
 
+def test_the_round_trip_answers_every_question_alike(original, tasks, tmp_path):
+    from openlm_moe.convert.__main__ import COMMANDS
+    from openlm_moe.convert.__main__ import main as convert
+
+    if not {"hf-to-openlm", "openlm-to-hf"} <= COMMANDS.keys():
+        pytest.skip("no converter between Hugging Face and our checkpoints in this version")
+    ours, back = tmp_path / "ours", tmp_path / "back"
+    assert convert(["hf-to-openlm", str(original), str(ours)]) == 0
+    assert convert(["openlm-to-hf", str(ours), str(back)]) == 0
+    want = by_question(scores(original, tasks))
+    for folder in (ours, back):
+        got = by_question(scores(folder, tasks))
+        assert got.keys() == want.keys()
+        for question, (likelihoods, accuracy) in want.items():
+            assert got[question][0] == pytest.approx(likelihoods, rel=1e-5)
+            assert got[question][1] == accuracy
+
+
 def test_another_model_answers_otherwise(original, tasks, tmp_path):
     """The comparison above can fail: one expert's gate and up halves swapped, as a wrong layout would."""
     other = shutil.copytree(original, tmp_path / "other")
@@ -257,6 +275,24 @@ def test_a_tokenizer_file_can_be_named(original, native, tasks, tmp_path):
     assert got == want
 
 
+def test_a_run_on_the_embedded_corpus_finds_its_tokenizer(tmp_path):
+    from openlm_moe.data.corpus import embedded_tokenizer
+    from openlm_moe.data.tokenizer import load_encoder
+    from openlm_moe.interop.lm_eval import load_tokenizer
+
+    file = embedded_tokenizer()
+    record = {"corpus": {"tokenizer_sha256": load_encoder(file).digest}}
+    (tmp_path / "params.json").write_text(json.dumps(record))
+    found = load_tokenizer(None, [tmp_path])
+    text = "def read(self, size=-1):"
+    assert found.encode(text) == load_encoder(file).tokenizer.encode(text).ids
+    assert found.eos_token_id == load_encoder(file).end_id
+    (tmp_path / "params.json").write_text('{"corpus": {"tokenizer_sha256": "0"}}')
+    with pytest.raises(UserError, match="another tokenizer than"):
+        load_tokenizer(None, [tmp_path])
+
+
+@pytest.mark.slow  # the harness reads some ten thousand files
 def test_unknown_task_names_the_nearest(tasks):
     """Among the harness's own tasks, which are read only where the folder's do not do."""
     with pytest.raises(UserError, match="'mmlu_anatomie', which the harness does not know; did you mean mmlu_anatomy"):

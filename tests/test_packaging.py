@@ -131,8 +131,8 @@ def test_this_environment_imports_from_root_and_elsewhere(tmp_path: Path) -> Non
 def importable_by_extras() -> list[str]:
     """Top-level modules of every package that some extra, and none of the four needs, brings."""
     return [
-        "lm_eval", "matplotlib", "openwandb", "pyarrow", "rich", "safetensors", "tensorboard", "tokenizers",
-        "transformers", "triton", "wandb", "wandb_workspaces", "webdataset", "yaml", "zstandard",
+        "accelerate", "lm_eval", "matplotlib", "openwandb", "pyarrow", "rich", "safetensors", "tensorboard",
+        "tokenizers", "transformers", "triton", "wandb", "wandb_workspaces", "webdataset", "yaml", "zstandard",
     ]  # fmt: skip
 
 

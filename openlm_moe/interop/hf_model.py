@@ -8,6 +8,7 @@ Shapes: B samples, S positions, V vocabulary, T = B*S tokens, E experts, K top-k
 
 from __future__ import annotations
 
+import inspect
 import json
 import warnings
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ class HFModel(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        self.coefficient = auxiliary_coefficient(model)
         self.losses: HFLosses | None = None  # open during a micro-batch of training: see `collect_hf_losses`
         for name, experts in experts_of(model):
             experts.register_forward_pre_hook(self._counter(f"model.{name}", experts.num_experts), with_kwargs=True)
@@ -50,13 +52,12 @@ class HFModel(nn.Module):
 
         The formula is the family's own: its forward computes it from its router logits.
         """
-        coefficient = auxiliary_coefficient(self.model.config)
-        with_loss = self.losses is not None and self.training and coefficient > 0
+        with_loss = self.losses is not None and self.training and self.coefficient > 0
         asked: dict[str, Any] = {"output_router_logits": True} if with_loss else {}
         mask = None if mask is None else mask.long()
         out = self.model(input_ids=tokens, attention_mask=mask, use_cache=False, **asked)
         logits = out.logits.to(torch.promote_types(out.logits.dtype, torch.float32))
-        return self.losses.take(logits, coefficient * out.aux_loss) if with_loss else logits
+        return self.losses.take(logits, self.coefficient * out.aux_loss) if with_loss else logits
 
     def set_grad_checkpointing(self) -> None:
         """Recompute whole decoder layers in backward."""
@@ -206,9 +207,10 @@ def layer_ids(model: nn.Module) -> dict[str, int]:
     return {name: numbers[module] for name, module in experts_of(model)}
 
 
-def auxiliary_coefficient(config: Any) -> float:
-    """The weight of the model's own auxiliary loss; 0 for a family without one."""
-    return float(getattr(_text(config), "router_aux_loss_coef", None) or 0.0)
+def auxiliary_coefficient(model: nn.Module) -> float:
+    """The weight of the model's own auxiliary loss; 0 for a family whose forward computes none."""
+    computes = "output_router_logits" in inspect.signature(model.forward).parameters
+    return float(getattr(_text(model.config), "router_aux_loss_coef", None) or 0.0) if computes else 0.0
 
 
 def _text(config: Any) -> Any:
@@ -221,7 +223,7 @@ def _moe_config(model: nn.Module, folder: Path) -> MoEConfig:
     if top_k is None:
         raise UserError(f"{folder / 'config.json'} has none of {', '.join(_TOP_K)}")
     first = experts_of(model)[0][1]
-    coefficient = auxiliary_coefficient(config)
+    coefficient = auxiliary_coefficient(model)
     return MoEConfig(
         num_experts=first.num_experts,
         top_k=top_k,

@@ -5,6 +5,7 @@ Both are scored by the harness's own HFLM, so that a difference between them is 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from pathlib import Path
@@ -113,8 +114,8 @@ def load_tokenizer(given: Path | None, places: list[Path], trust_remote_code: bo
             except (OSError, ValueError, KeyError) as error:
                 raise UserError(f"the tokenizer in {place} cannot be used: {str(error).splitlines()[0]}") from None
         file = place if place.is_file() else place / "tokenizer.json"
-        if not file.is_file() and given is None and _used_embedded_corpus(place):
-            file = Path(embedded_tokenizer())
+        if not file.is_file() and given is None:
+            file = _embedded_tokenizer(place) or file
         if file.is_file():
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file))
             known = [token for token in END_TOKENS if token in tokenizer.get_vocab()]
@@ -125,10 +126,16 @@ def load_tokenizer(given: Path | None, places: list[Path], trust_remote_code: bo
     raise UserError(f"there is no tokenizer.json in {listed}; name it with --tokenizer")
 
 
-def _used_embedded_corpus(folder: Path) -> bool:
-    """Whether `folder` is that of a run on the embedded corpus."""
-    path = folder / PARAMS_FILE
-    return path.is_file() and bool(json.loads(path.read_text()).get("embedded"))
+def _embedded_tokenizer(run: Path) -> Path | None:
+    """The embedded corpus's tokenizer if the run in this folder used it. Raises `UserError` if it differs here."""
+    path = run / PARAMS_FILE
+    record = json.loads(path.read_text()).get("corpus") if path.is_file() else None
+    if not record:
+        return None
+    file = Path(embedded_tokenizer())
+    if hashlib.sha256(file.read_bytes()).hexdigest() != record["tokenizer_sha256"]:
+        raise UserError(f"the embedded corpus of this Python has another tokenizer than {run}; use that of the run")
+    return file
 
 
 class NativeModel(nn.Module):

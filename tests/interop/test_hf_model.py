@@ -164,3 +164,48 @@ def test_two_ranks_with_fsdp_equal_one_process(hf_case, torchrun):
     assert one.keys() == two.keys()
     for name in one:
         assert (one[name] - two[name]).norm() <= 1e-4 * one[name].norm(), name
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("family", "settings", "flags"),
+    [
+        ("qwen3_moe", {"tie_word_embeddings": True}, ("--fsdp", "--grad-checkpointing")),
+        ("olmoe", {}, ()),
+        ("gpt_oss", {}, ("--fsdp", "--accum-freq", 2)),
+        ("deepseek_v3", {}, ("--fsdp",)),
+    ],
+)
+def test_two_ranks_of_other_kinds_equal_one_process(hf_case, torchrun, family, settings, flags):
+    case = hf_case(family, **settings)
+    parts = 2 * (flags[-1] if "--accum-freq" in flags else 1)
+    assert case.start("--accum-freq", parts, name="one", steps=6) == 0
+    done = torchrun(2, "-m", "--", "openlm_moe.main", *case.flags(*flags, name="two", steps=6))
+    assert done.returncode == 0, done.stderr
+    for key in (LOSS, AUXILIARY):
+        close(case.metric(key, "two").values(), case.metric(key, "one").values(), 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_ranks_in_bf16_stay_near_and_resume_in_one_process(hf_case, torchrun):
+    case = hf_case("mixtral")
+    assert case.start("--accum-freq", 2, name="fp32", steps=6) == 0
+    flags = case.flags("--fsdp", "--fsdp-amp", "--save-every-n-steps", 3, name="amp", steps=6)
+    done = torchrun(2, "-m", "--", "openlm_moe.main", *flags)
+    assert done.returncode == 0, done.stderr
+    close(case.metric(LOSS, "amp").values(), case.metric(LOSS, "fp32").values(), 1e-2)
+    middle = case.folder / "amp" / "checkpoints" / "step_0000003"
+    assert case.start("--accum-freq", 2, "--resume", middle, name="back", steps=6) == 0
+    close(case.metric(LOSS, "back").values(), list(case.metric(LOSS, "amp").values())[3:], 1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt_oss", "granitemoe", "phimoe", "minimax", "jamba"])
+def test_other_families_too(hf_case, family):
+    case = hf_case(family, **({"router_jitter_noise": 0.0, "input_jitter_noise": 0.0} if family == "phimoe" else {}))
+    assert case.start(name="other", steps=5) == 0
+    losses, auxiliary = case.eager(steps=5)
+    close(case.metric(LOSS, "other").values(), losses, 1e-5)
+    close(case.metric(AUXILIARY, "other").values(), auxiliary, 1e-5)
