@@ -77,8 +77,12 @@ def questions(seed, count):
         return [WORDS[i] for i in torch.randperm(len(WORDS), generator=generator)[:n]]
 
     return [
-        {"question": " ".join(words(6)), "choices": words(4), "answer": int(torch.randint(4, (), generator=generator))}
-        for _ in range(count)
+        {
+            "question": " ".join(words(3 + number % 4)),
+            "choices": words(4),
+            "answer": int(torch.randint(4, (), generator=generator)),
+        }
+        for number in range(count)
     ]
 
 
@@ -229,6 +233,7 @@ def test_native_and_original_write_alike(original, native, tasks):
             results = scores(folder, tasks, "tiny_writing", "--batch-size", batch, "--limit", 6)
             texts.append([sample["filtered_resps"] for sample in results["samples"]["tiny_writing"]])
         assert texts[0] == texts[1] and len(texts[0]) == 6
+        assert len({text for (text,) in texts[0]}) > 1
 
 
 def test_the_command_prints_the_table_and_writes_every_answer(native, tasks, tmp_path, capsys):

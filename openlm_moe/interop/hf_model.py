@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from openlm_moe.config import MoEConfig
 from openlm_moe.errors import UserError
 from openlm_moe.interop.hf_experts import NAME, fused_activation, register
-from openlm_moe.layers.losses import LayerStats, LossCollector, count_tokens, in_recompute
+from openlm_moe.layers.losses import LayerStats, LossCollector, count_tokens
 
 _TOP_K = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k")  # names in the families' configs; the first present wins
 
@@ -67,7 +67,7 @@ class HFModel(nn.Module):
 
     def _counter(self, name: str, num_experts: int) -> Any:
         def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self.losses is not None and not in_recompute():
+            if self.losses is not None:  # a recomputed layer says the same again
                 ids_TK = args[1] if len(args) > 1 else kwargs["top_k_index"]
                 self.losses.count(name, count_tokens(ids_TK, num_experts)[0])
 
