@@ -35,7 +35,7 @@ def uninitialised_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def launches() -> Iterator[Counter[str]]:
     """How often each kernel was launched, by name."""
     from openlm_moe_kernels.gpu.launch import launcher
@@ -51,3 +51,17 @@ def launches() -> Iterator[Counter[str]]:
 
     with launcher(wrap):
         yield counts
+
+
+@pytest.fixture
+def nothing_launched() -> None:
+    """Turns the next function's demand around."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Every test must have launched a kernel, or it compares the references with each other."""
+    result = yield
+    counts, expected = pyfuncitem.funcargs["launches"], "nothing_launched" not in pyfuncitem.fixturenames
+    assert bool(counts) == expected, f"launched: {dict(counts)}"
+    return result

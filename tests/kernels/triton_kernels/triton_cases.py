@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from openlm_moe_kernels import reference
 from openlm_moe_kernels.gpu import tables
 from openlm_moe_kernels.gpu.grouped_gemm import grouped_gemm
+from openlm_moe_kernels.gpu.tiles import section, tile_map
 from openlm_moe_kernels.gpu.wgrad import wgrad
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
@@ -25,7 +27,37 @@ DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "c
 BOUNDS = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 DTYPES = tuple(BOUNDS)
 
+ODD_SIZES = (1, 7, 8, 17, 36, 63, 65, 96, 176)  # 176 is DeepSeek's 1408, an eighth of it
+LAYOUTS = {
+    "empty first": ((0, 5, 40), 3),
+    "empty in the middle": ((33, 0, 0, 7), 0),
+    "empty last": ((40, 1, 0), 0),
+    "one row each": ((1, 1, 1, 1, 1), 0),
+    "all rows in one group": ((0, 0, 70, 0), 0),
+    "only the tail": ((0, 0), 37),
+    "a long tail": ((3, 0, 4), 66),
+    "around a tile": ((31, 32, 33, 0, 64), 1),
+    "report A3": ((0, 1, 7, 8, 9), 5),
+    "report A4, a tenth": ((16, 0, 258, 45, 0, 8), 0),
+    "no rows": ((0, 0, 0), 0),
+}
+
 SMALL = tables.Config(block_m=32, block_n=32, block_k=32, warps=4, stages=1)
+FEW = tables.Config(block_m=32, block_n=64, block_k=64, warps=4, stages=1)  # each program costs the interpreter 1 ms
+
+
+# Configurations for hypothesis: every option, small tiles.
+configs = st.builds(
+    tables.Config,
+    block_m=st.sampled_from((32, 64)),
+    block_n=st.sampled_from((16, 32, 64)),
+    block_k=st.sampled_from((16, 32, 64)),
+    warps=st.just(4),
+    stages=st.just(1),
+    group=st.sampled_from((1, 3, 8)),
+    tma=st.booleans(),
+    programs_per_sm=st.sampled_from((0, 1)),
+)
 
 
 def error(out: Tensor, expected: Tensor) -> float:
@@ -171,3 +203,19 @@ def check_wgrad(
         if size == 0:
             unchanged = torch.zeros_like(dw[group]) if before is None else before[group].to(dw.dtype)
             assert torch.equal(dw[group], unchanged), f"the gradient of the empty group {group} is not exactly zero"
+
+
+def check_tile_map(sizes: Sequence[int], tail: int, function: Callable[[Tensor, int], Tensor] = tile_map) -> None:
+    """Compares every section of `function`'s map with a loop over groups and tail."""
+    offsets, rows = ends(sizes), sum(sizes) + tail
+    tiles = function(offsets, rows)
+    starts = [0, *offsets.tolist()]
+    for block in tables.ROW_BLOCKS:
+        expected = []
+        for group, start, end in zip([*range(len(sizes)), -1], starts, [*starts[1:], rows], strict=True):
+            expected += [[group, first, end, 0] for first in range(start, end, block)]
+        count, *entries = section(tiles, rows, len(sizes), block).tolist()
+        assert count == [len(expected), 0, 0, 0]
+        unused = len(entries) - len(expected)
+        assert unused >= 0, f"{len(expected)} tiles of {block} rows have room for {len(entries)}"
+        assert entries == expected + [[-1, rows, rows, 0]] * unused
