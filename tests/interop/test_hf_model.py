@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from openlm_moe.hosts.builtin.evaluate import evaluate  # noqa: F401
+from openlm_moe.data.evaluation import open_evaluation
 from openlm_moe.interop import hf_model, hf_model_files
+from openlm_moe.main import main
 from openlm_moe.parallel import Checkpointer
 
 pytest.importorskip("transformers", minversion="5.0")
@@ -101,6 +103,18 @@ def test_resuming_repeats_the_steps_exactly(trained, tmp_path):
     assert again.metric(LOSS) == case.metric(LOSS)
     one, two = (load_file(c.exported() / "model.safetensors") for c in (case, again))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_validation_is_the_saved_model_and_can_be_repeated(trained):
+    case = trained("mixtral")
+    final = case.folder / "run" / "checkpoints" / f"step_{STEPS:07d}"
+    again = f"--hf-model {case.model} --hf-seq-len {SEQ_LEN} --val-data {case.data} --val-num-samples {8 * SEQ_LEN}"
+    assert main(f"{again} --resume {final} --logs {case.folder} --name evaluated --workers 0".split()) == 0
+    (loss,) = case.metric("valid/shards/loss", "evaluated").values()
+    (sample,) = open_evaluation([str(case.data)], seq_len=SEQ_LEN, vocab_size=320, max_samples=8)
+    tokens = torch.cat([batch["tokens"] for batch in sample.batches(8)])
+    logits = logits_of(case.exported(), tokens[:, :-1], "eager")
+    assert loss == pytest.approx(F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item(), rel=1e-5)
 
 
 def test_accumulation_and_recomputation_change_nothing_else(hf_case):
