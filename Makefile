@@ -9,7 +9,7 @@ WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 INSTALL = $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test test-full check lint format test-slurm test-open-lm clean
+.PHONY: train test test-full check lint format results test-slurm test-open-lm clean
 
 train: $(VENV)/train.stamp
 	$(BIN)/torchrun -m openlm_moe.main --moe-every 2 --experts 8
@@ -31,6 +31,11 @@ lint: $(VENV)/test.stamp
 format: $(VENV)/test.stamp
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+# Tables and figures of results/ again from its records, without training, and the test that they agree.
+results: $(VENV)/test.stamp
+	$(BIN)/python -m results.remake
+	$(BIN)/python -m pytest -q tests/results
 
 # A SLURM with two nodes on this machine. Needs slurmctld, slurmd and munged (Debian: slurm-wlm, munge) and root.
 test-slurm: $(VENV)/test.stamp

@@ -1,0 +1,36 @@
+"""What the figures share: colours, axes without clutter, and a file that is the same each time it is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("agg")
+import matplotlib.pyplot as plt
+
+HERE = Path(__file__).parent
+COLOURS = ("#1f6fd6", "#d9480f", "#0b8457", "#9333b8", "#b07900", "#c2255c", "#0b7c93", "#5f6773", "#222222")
+
+
+def panels(count: int) -> tuple[Any, list[Any]]:
+    figure, axes = plt.subplots(1, count, figsize=(5.5 * count if count > 1 else 7, 4), layout="constrained")
+    found = list(axes) if count > 1 else [axes]
+    for one in found:
+        one.grid(color="#e9ecf0")
+        one.set_axisbelow(True)
+        one.spines[["top", "right"]].set_visible(False)
+    return figure, found
+
+
+def empty(axes: Any, what: str) -> None:
+    """Says in the panel that there is no record to draw."""
+    axes.text(0.5, 0.5, f"{what}: not run", ha="center", va="center", transform=axes.transAxes, color="#5f6773")
+    axes.set_xticks([])
+    axes.set_yticks([])
+
+
+def save(figure: Any, path: Path) -> None:
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    plt.close(figure)

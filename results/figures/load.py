@@ -1,0 +1,37 @@
+"""Expert load over training: rows of the busiest expert over the mean, of the worst layer, for ways of balancing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from results.figures.drawing import COLOURS, empty, panels, save
+from results.tables.questions import SIZE
+from results.tables.runs import Record, Sweep
+
+NAME = "expert_load.png"
+ARMS = ("dmoe-8", "balance-0.01", "bias-balance", "no-balance", "dmoe-8-norm", "dmoe-32")
+
+
+def draw(out: Path) -> None:
+    figure, (axes,) = panels(1)
+    sweep, drawn = Sweep(), 0
+    for name, colour in zip(ARMS, COLOURS, strict=False):
+        arm = sweep.arm(SIZE, name)
+        if arm.any_run is not None:
+            axes.plot(*zip(*worst_layer(arm.any_run), strict=True), color=colour, lw=1.4, label=arm.what)
+            drawn += 1
+    if drawn:
+        axes.set(title="load of the busiest expert over the mean", xlabel="tokens", ylabel="max / mean", yscale="log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if value in (1, 2, 3, 5, 8) else "")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g}M")
+        axes.legend(fontsize="small", frameon=False)
+    else:
+        empty(axes, "sweep")
+    save(figure, out / NAME)
+
+
+def worst_layer(record: Record) -> list[tuple[float, float]]:
+    """[(tokens, the largest max / mean of any layer)]."""
+    curves = [values for name, values in record["load"].items() if name.endswith("/max_over_mean")]
+    return [(points[0][0], max(value for _, value in points)) for points in zip(*curves, strict=True)]

@@ -1,0 +1,88 @@
+"""Questions that are asked in public about mixtures of experts, and what the sweep's smallest size says to them."""
+
+from __future__ import annotations
+
+from results.records import RESULTS, read
+from results.tables.markdown import NOT_RUN, mean_and_range, table
+from results.tables.runs import Arm, Sweep, heaviest_load, ratios
+
+SIZE = "0.1M"
+# question -> arms; each is compared with the first on the seeds that both have
+QUESTIONS = {
+    "Dropless or capacity?": ("dmoe-8", "capacity-8"),
+    "The balancing loss: with, without, a tenth of it, or a selection bias instead?": (
+        "dmoe-8",
+        "no-balance",
+        "balance-0.01",
+        "bias-balance",
+    ),
+    "Experts in every other layer, every, every fourth, at equal active FLOPs?": ("dmoe-8", "every-1", "every-4"),
+    "Top-2, 1 or 4?": ("dmoe-8", "top-1", "top-4"),
+    "Combine weights as they are, or normalised?": ("dmoe-8", "dmoe-8-norm"),
+}
+
+
+def make(sweep: Sweep) -> str:
+    rows: list[list[object]] = []
+    for question, names in QUESTIONS.items():
+        first = sweep.arm(SIZE, names[0])
+        for name in names:
+            rows.append(_row(question if name == names[0] else "", sweep.arm(SIZE, name), first))
+    header = ["question", "arm", "seeds", "perplexity", "/ first", "MFLOPs a token", "busiest expert / mean", "dropped"]
+    return "\n\n".join([table(header, rows), _upcycling(sweep), canary()])
+
+
+def _row(question: str, arm: Arm, first: Arm) -> list[object]:
+    record = arm.any_run
+    if record is None:
+        return [question, arm.what, 0, *[NOT_RUN] * 5]
+    loads = [load for r in arm.runs.values() if (load := heaviest_load(r)) is not None]
+    return [
+        question,
+        arm.what,
+        len(arm.runs),
+        mean_and_range(arm.perplexities),
+        mean_and_range(ratios(arm, first), 3),
+        f"{record['flops_per_token'] / 1e6:.2f}",
+        mean_and_range(loads),
+        f"{sum(r['dropped'] for r in arm.runs.values()) / len(arm.runs):.1%}",
+    ]
+
+
+def _upcycling(sweep: Sweep) -> str:
+    """Upcycled after T tokens of dense training and T of its own, against 2 T from scratch and 2 T dense."""
+    tokens = sweep.ladder_tokens(SIZE)
+    chosen = [
+        ("dense-swiglu", tokens, "dense, which it grows from"),
+        ("upcycled-8", tokens, "8 experts grown from it"),
+        ("swiglu-8", tokens, "8 experts from scratch, as many tokens as after growing"),
+        ("swiglu-8", 2 * tokens, "8 experts from scratch, as many tokens in all"),
+        ("dense-swiglu", 2 * tokens, "dense, as many tokens in all"),
+    ]
+    rows = [[what, f"{n / 1e6:.1f}M", mean_and_range(sweep.arm(SIZE, arm, n).perplexities)] for arm, n, what in chosen]
+    return table(["upcycled or from scratch?", "tokens", "perplexity"], rows)
+
+
+def canary() -> str:
+    """The records of `results/canary.py`: experts in every layer, weights normalised, against equal active FLOPs."""
+    found = read(RESULTS / "canary.jsonl")
+    if not found:
+        return f"Canary: {NOT_RUN}."
+    found = [r for r in found if (r["model"], r["steps"]) == (found[-1]["model"], found[-1]["steps"])]
+    named = {"moe": "8 experts, dropless", "no_balance": "8 experts, no balancing loss", "dense": "dense"}
+    arms = {
+        arm: Arm(arm, what, None, 0, 0, {r["seed"]: r for r in found if r["arm"] == arm}) for arm, what in named.items()
+    }
+    rows = [
+        [
+            arm.what,
+            len(arm.runs),
+            mean_and_range(arm.perplexities),
+            mean_and_range(ratios(arm, arms["dense"]), 3),
+            mean_and_range([r["max_over_mean"] for r in arm.runs.values()]),
+        ]
+        for arm in arms.values()
+    ]
+    dim, tokens = found[0]["model"]["hidden_dim"], found[0]["tokens"] / 1e6
+    head = f"experts in every layer, dim {dim}, {tokens:.1f}M tokens, equal active FLOPs"
+    return table([head, "seeds", "perplexity", "/ dense", "busiest expert / mean"], rows)
