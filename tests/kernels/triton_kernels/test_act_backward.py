@@ -38,6 +38,7 @@ def test_any_case(case: ActBackward) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @settings(max_examples=500, **fixture_is_fine)
 @any_case
 def test_any_case_at_length(case: ActBackward) -> None:

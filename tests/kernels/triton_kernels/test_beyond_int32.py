@@ -69,9 +69,14 @@ def test_inputs_of_the_grouped_gemm(tma: bool) -> None:
     offsets = ends((10, 0, 28))
     expected = reference.grouped_gemm(x.double(), w.double(), offsets)
     far_x, far_w = far(x, 2**26), far(w, 2**30 + 64)
-    with forced(tables.Config(32, 32, 32, 4, 1, tma=tma)):
+    far_inner = far(w.transpose(0, 1).contiguous(), 2**27).transpose(0, 1)
+    far_columns = far(w.permute(2, 0, 1).contiguous(), 2**27).permute(1, 2, 0)
+    with forced(tables.Config(32, 32, 16, 4, 1, tma=tma)):  # two steps of the inner dimension, 2^31 elements each
         assert_close(grouped_gemm(far_x, w, offsets)[0], expected, HALF)
-        assert_close(grouped_gemm(x, far_w, offsets)[0], expected, HALF)
+        for far_one in (far_w, far_inner, far_columns):
+            assert_close(grouped_gemm(x, far_one, offsets)[0], expected, HALF)
+            gated, _ = grouped_gemm(x, far_one, offsets, activation="swiglu")
+            assert torch.equal(gated, grouped_gemm(x, w, offsets, activation="swiglu")[0])
         gathered, _ = grouped_gemm(far_x, w, offsets, gather=torch.arange(39, -1, -1, device=DEVICE))
         assert_close(gathered, reference.grouped_gemm(x.double().flip(0), w.double(), offsets), HALF)
         transposed = far(x.T.contiguous(), 2**27).T  # the inner dimension is the far one
@@ -110,6 +115,7 @@ def test_wgrad() -> None:
         assert_close(wgrad(far(x, 2**26), dy, offsets, gather_x=order), flipped, HALF, 2.0)
         columns = far(x.T.contiguous(), 2**27).T
         assert_close(wgrad(columns, dy, offsets), expected, HALF, 2.0)
+        assert_close(wgrad(x, far(dy.T.contiguous(), 2**26).T, offsets), expected, HALF, 2.0)
         zeros = torch.zeros_like(expected, dtype=HALF)
         experts = far(zeros, 2**30 + 64)
         assert_close(wgrad(x, dy, offsets, out=experts), expected, HALF, 2.0)

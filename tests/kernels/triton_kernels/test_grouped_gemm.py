@@ -55,6 +55,7 @@ def test_any_product(case: Product, config: tables.Config) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=products, config=configs)
 def test_any_product_at_length(case: Product, config: tables.Config) -> None:

@@ -80,7 +80,7 @@ def test_any_layer(layer: Layer, transposed: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@settings(max_examples=300, **fixture_is_fine)
+@settings(max_examples=150, **fixture_is_fine)
 @layers
 def test_any_layer_at_length(layer: Layer, transposed: bool) -> None:
     with forced(FEW):

@@ -33,6 +33,7 @@ def test_any_rows(case: Rows) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @settings(max_examples=400, **fixture_is_fine)
 @any_rows
 def test_any_rows_at_length(case: Rows) -> None:

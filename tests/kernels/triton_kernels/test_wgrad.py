@@ -53,6 +53,7 @@ def test_any_gradient(**case) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @settings(max_examples=400, **fixture_is_fine)
 @any_gradient
 def test_any_gradient_at_length(**case) -> None:
