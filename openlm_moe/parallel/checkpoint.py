@@ -25,6 +25,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import SavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
@@ -70,8 +71,13 @@ class Checkpointer:
         self.wait()  # before the state is looked at, so that an earlier failure costs no copy
         return self.write(step, get_state(model, optimizer), state)
 
-    def write(self, step: int, tensors: dict[str, Any], state: dict[str, Any]) -> Path:
-        """As `save`, of tensors laid out as `state.get_state` gives them."""
+    def write(
+        self, step: int, tensors: dict[str, Any], state: dict[str, Any], planner: SavePlanner | None = None
+    ) -> Path:
+        """As `save`, of tensors laid out as `state.get_state` gives them.
+
+        planner: makes the tensors when they are written; `tensors` may be on the meta device then. Not `asynchronous`.
+        """
         self.wait()
         if not self._cleaned:  # not earlier: who only reads may share the folder with a run that is saving
             self._on_main(self._clean)
@@ -81,7 +87,7 @@ class Checkpointer:
         if self.asynchronous:
             self._pending = self._thread.submit(self._write, path, copy_to_host(tensors), text)
         else:
-            self._write(path, tensors, text)
+            self._write(path, tensors, text, planner)
         return path
 
     def wait(self) -> None:
@@ -122,13 +128,18 @@ class Checkpointer:
         set_state(state, model, optimizer)
         return json.loads((path / STATE).read_text())
 
-    def _write(self, path: Path, tensors: dict[str, Any], state: str) -> None:
+    def _write(self, path: Path, tensors: dict[str, Any], state: str, planner: SavePlanner | None = None) -> None:
         aside = path.with_name(f".writing-{path.name}")
         self._on_main(lambda: _empty_folder(aside))
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.save(tensors, storage_writer=dcp.FileSystemWriter(aside), process_group=self._group)
+                dcp.save(
+                    tensors,
+                    storage_writer=dcp.FileSystemWriter(aside),
+                    planner=planner,
+                    process_group=self._group,
+                )
         except CheckpointException as error:  # not an Exception: nobody would expect it
             raise next(iter(error.failures.values()))[0] from error
         sums = self._all(lambda: {name: _checksum(aside / name) for name in self._share(sorted(os.listdir(aside)))})
