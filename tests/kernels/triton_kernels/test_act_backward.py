@@ -57,6 +57,11 @@ def test_no_rows(nothing_launched) -> None:
     check_act_backward(ActBackward(*LAYOUTS["no rows"], 20, "swiglu"))
 
 
+def test_no_groups(nothing_launched) -> None:
+    """There is no last offset to load: what lies before the buffer would decide."""
+    check_act_backward(ActBackward((), 9, 20, "swiglu"))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_rows_of_several_blocks(activation: str | None, dtype: torch.dtype) -> None:
