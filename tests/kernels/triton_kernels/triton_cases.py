@@ -159,7 +159,8 @@ def check_product(case: Product, function: Callable[..., tuple[Tensor, Tensor | 
     how = {"trans_w": case.trans_w, "gather": gather}
     expected_pre = reference.grouped_gemm(x.double(), w.double(), offsets, **how)
     # The kernel's activation takes the rounded pre-activation, as one that is stored and loaded again does.
-    expected = reference.activate(expected_pre.to(case.dtype).double(), case.activation)
+    taken = expected_pre if case.activation is None else expected_pre.to(case.dtype).double()
+    expected = reference.activate(taken, case.activation)
     if scale is not None:
         expected = expected * torch.where(torch.arange(case.rows, device=DEVICE) < routed, scale, 0.0)[:, None].double()
     factor = 1.0 if case.activation is None else 4.0
