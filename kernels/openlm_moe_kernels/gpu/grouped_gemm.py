@@ -180,7 +180,9 @@ def grouped_gemm(
     x_tma = _descriptor(x, [config.block_m, config.block_k]) if config.tma and gather is None else None
     w_trans = w.stride(2) != 1 and w.stride(1) == 1
     w_tma = None
-    if config.tma:
+    # Blocks of a descriptor start at 16 bytes in its last dimension, and SwiGLU's second half starts at column N.
+    halves_aligned = activation != "swiglu" or w_trans or columns * w.itemsize % 16 == 0
+    if config.tma and halves_aligned:
         block = [1, config.block_n, config.block_k] if w_trans else [1, config.block_k, config.block_n]
         w_tma = _descriptor(w.mT if w_trans else w, block)
     tile_count = most_tiles(num_rows, num_groups, config.block_m) * triton.cdiv(columns, config.block_n)
