@@ -9,6 +9,7 @@ import argparse
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 from results.records import RESULTS
 from results.tables import ladder, layer, numerics, parameters, provenance, questions, throughput
@@ -49,10 +50,18 @@ def remade(text: str) -> str:
     return text
 
 
-def draw_figures(out: Path) -> None:
+def figures() -> tuple[ModuleType, ...]:
     from results.figures import dmoe_capacity, load, perplexity, throughput
 
-    for figure in (perplexity, throughput, load, dmoe_capacity):
+    return perplexity, throughput, load, dmoe_capacity
+
+
+def figure_names() -> list[str]:
+    return [figure.NAME for figure in figures()]
+
+
+def draw_figures(out: Path) -> None:
+    for figure in figures():
         figure.draw(out)
 
 

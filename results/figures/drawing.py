@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import matplotlib
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
+
+from results.records import RESULTS
 
 HERE = Path(__file__).parent
 COLOURS = ("#1f6fd6", "#d9480f", "#0b8457", "#9333b8", "#b07900", "#c2255c", "#0b7c93", "#5f6773", "#222222")
@@ -32,5 +35,20 @@ def empty(axes: Any, what: str) -> None:
 
 
 def save(figure: Any, path: Path) -> None:
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+    """Writes the PNG, with the `digest` of what it was drawn from."""
+    figure.savefig(path, dpi=110, metadata={"Software": None, "Description": digest()})
     plt.close(figure)
+
+
+def digest() -> str:
+    """SHA-256 of all that figures are drawn from."""
+    data = (RESULTS / name for name in ("sweep.jsonl", "sweep_queue.json", "throughput/record.jsonl", "published.json"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in data)).hexdigest()
+
+
+def digest_of(path: Path) -> str:
+    """The `digest` that a PNG was saved with."""
+    from PIL import Image
+
+    with Image.open(path) as image:
+        return image.text["Description"]

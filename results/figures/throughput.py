@@ -21,23 +21,19 @@ def draw(out: Path) -> None:
         "published, capacity MoE on A100": [published.throughput_ratio(m) for m in models],
     }
     for i, (label, values) in enumerate(series.items()):
-        for j, value in enumerate(values):
-            if value is not None:
-                x = j + (i - 1) * 0.27
-                axes.bar(x, value, 0.25, color=COLOURS[i], label=label if value == first(values) else None)
-                axes.text(x, value + 0.01, f"{value:.2f}", ha="center", fontsize="x-small")
-            elif i == 0:
-                axes.text(j - 0.14, 0.03, "not run", ha="center", fontsize="x-small", rotation=90, color="#5f6773")
+        at = [(j + (i - 1) * 0.27, value) for j, value in enumerate(values) if value is not None]
+        if at:
+            bars = axes.bar([x for x, _ in at], [value for _, value in at], 0.25, color=COLOURS[i], label=label)
+            axes.bar_label(bars, fmt="%.2f", fontsize="x-small", padding=1)
+    for j, model in enumerate(models):
+        if model not in found:
+            axes.text(j - 0.14, 0.03, "not run", ha="center", fontsize="x-small", rotation=90, color="#5f6773")
     labels = [f"{m.removeprefix('open_lm_')}{_step(found, m)}" for m in models]
     axes.set_xticks(range(len(models)), labels, fontsize="small")
     axes.set(title="tokens a second, 8 experts / dense", ylim=(0, 1.15), ylabel="ratio")
     axes.axhline(1, color="#222222", lw=0.8)
     axes.legend(fontsize="x-small", frameon=False, loc="upper right", ncols=3)
     save(figure, out / NAME)
-
-
-def first(values: list[float | None]) -> float | None:
-    return next((value for value in values if value is not None), None)
 
 
 def _step(found: dict, model: str) -> str:

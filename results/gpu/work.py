@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def main() -> None:
 
 def memory(options: argparse.Namespace) -> dict[str, Any]:
     """Bytes of a step of 8 experts in bf16 autocast: what the plan says and, on a GPU, the allocator's peak."""
-    params = load_model_params(options.model, {"seq_len": options.seq_len})
+    params = replace(load_model_params(options.model), seq_len=options.seq_len)
     moe = MoEConfig(num_experts=8)
     plan = estimate_memory(Job(params, moe, global_batch_size=options.sequences, device=options.device))
     torch.manual_seed(0)
@@ -106,6 +107,7 @@ def losses(options: argparse.Namespace, name: str, backend: str, env: dict[str, 
         "--model": options.folder / "model.json",
         "--dataset-manifest": options.folder / "manifest.jsonl",
         "--train-num-samples": options.steps * BATCH * SEQ_LEN,
+        "--epochs": 1,
         "--global-batch-size": BATCH,
         "--experts": 8,
         "--moe-every": 2,

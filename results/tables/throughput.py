@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ def newest(path: Path = RESULTS / "throughput" / "record.jsonl") -> dict[str, di
 
 def bound(record: dict[str, Any]) -> float:
     """Active FLOPs of the dense model over those of the MoE, for one token of the record's sequences."""
-    params = load_model_params(record["model"], {"seq_len": record["seq_len"]})
+    params = replace(load_model_params(record["model"]), seq_len=record["seq_len"])
     dense = flops_per_token(params, MoEConfig(num_experts=0))
     return dense / flops_per_token(params, MoEConfig.from_dict(record["moe"]))
 
