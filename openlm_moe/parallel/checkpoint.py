@@ -136,7 +136,8 @@ class Checkpointer:
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 dcp.save(
                     tensors,
-                    storage_writer=dcp.FileSystemWriter(aside),
+                    # torch holds the tensors of a file until it is written; a planner's are to come one by one
+                    storage_writer=dcp.FileSystemWriter(aside, single_file_per_rank=planner is None),
                     planner=planner,
                     process_group=self._group,
                 )
