@@ -13,10 +13,11 @@ from results import published, records
 from results.records import RESULTS
 from results.tables.markdown import NOT_RUN, table
 
+RECORDS = RESULTS / "throughput" / "record.jsonl"
 STEP = {False: "full", True: "forward and backward, no optimizer"}
 
 
-def newest(path: Path = RESULTS / "throughput" / "record.jsonl") -> dict[str, dict[str, Any]]:
+def newest(path: Path = RECORDS) -> dict[str, dict[str, Any]]:
     """{model: its last record}, in the published order."""
     found = {r["model"]: r for r in records.read(path)}
     return {model: found[model] for model in published.MODELS if model in found}
@@ -34,36 +35,36 @@ def measured(record: dict[str, Any]) -> float:
     return 1 / record["results"]["moe"]["ratio"]
 
 
-def make() -> str:
-    found = newest()
+def make(path: Path = RECORDS) -> str:
+    """A row for every record, in the published order of models; the spread between a model's rows is the noise."""
+    found = records.read(path)
     rows: list[list[object]] = []
     for model in published.MODELS:
         told = f"{published.throughput_ratio(model):.2f}"
-        if model not in found:
-            rows.append([model, *[NOT_RUN] * 6, told])
-            continue
-        r = found[model]
-        speeds = [r["results"][name]["tokens_per_second"] for name in ("dense", "moe")]
-        rows.append(
-            [
-                model,
-                f"{STEP[r['no_optimizer']]}, {r['sequences']} x {r['seq_len']} tokens, {r['dtype']}",
-                f"{speeds[0]:.0f}",
-                f"{speeds[1]:.0f}",
-                f"{measured(r):.3f}",
-                f"{bound(r):.3f}",
-                f"{measured(r) / bound(r):.2f}",
-                told,
-            ]
-        )
+        own = [r for r in found if r["model"] == model]
+        rows += [[model, *_cells(r), told] for r in own] or [[model, *[NOT_RUN] * 7, told]]
     header = [
         "model",
         "step",
         "dense tokens/s",
         "8 experts tokens/s",
         "ratio here",
+        "of the median times",
         "bound by FLOPs",
         "ratio / bound",
         "ratio published (A100)",
     ]
     return table(header, rows)
+
+
+def _cells(r: dict[str, Any]) -> list[object]:
+    dense, moe = (r["results"][name]["tokens_per_second"] for name in ("dense", "moe"))
+    return [
+        f"{STEP[r['no_optimizer']]}, {r['sequences']} x {r['seq_len']} tokens, {r['dtype']}, {r['rounds']} rounds",
+        f"{dense:.0f}",
+        f"{moe:.0f}",
+        f"{measured(r):.3f}",
+        f"{moe / dense:.3f}",
+        f"{bound(r):.3f}",
+        f"{measured(r) / bound(r):.2f}",
+    ]

@@ -91,8 +91,9 @@ def test_a_changed_record_changes_its_table(tmp_path: Path) -> None:
     def ratio(record):
         record["results"]["moe"]["ratio"] *= 1.1
 
-    path = remake.RESULTS / "throughput" / "record.jsonl"
+    path = throughput.RECORDS
     made = changed(path, tmp_path / "throughput.jsonl", ratio)
+    assert throughput.make(made) != throughput.make()
     before, after = (list(throughput.newest(p).values())[-1] for p in (path, made))
     assert throughput.measured(after) == pytest.approx(throughput.measured(before) / 1.1)
 
