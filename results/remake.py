@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 from results.records import RESULTS
-from results.tables import ladder, layer, numerics, parameters, provenance, questions, throughput
+from results.tables import answers, ladder, layer, numerics, parameters, provenance, questions, throughput
 from results.tables.runs import Sweep
 
 README = RESULTS / "README.md"
@@ -22,6 +22,7 @@ def tables() -> dict[str, Callable[[], str]]:
     """{region of the README: what makes its text}."""
     sweep = Sweep()
     return {
+        "answers": lambda: answers.make(sweep),
         "perplexity": lambda: ladder.make(sweep),
         "questions": lambda: questions.make(sweep),
         "throughput": throughput.make,

@@ -28,20 +28,21 @@ def _perplexity(axes: Any, sweep: Sweep) -> None:
     for name in ARMS:
         arm = sweep.arm(SIZE, name)
         if found := ratios(arm, dense):
-            at = len(names)
             colour = COLOURS[{"dmoe": 0, "capacity": 1}.get(name.partition("-")[0], 7)]
-            mean = sum(found) / len(found)
-            axes.bar(at, mean, 0.6, color=colour, yerr=[[mean - min(found)], [max(found) - mean]], capsize=4)
+            mean, at = sum(found) / len(found), len(names)
+            error = [[mean - min(found)], [max(found) - mean]]
+            axes.errorbar([at], [mean], error, fmt="o", ms=7, capsize=4, color=colour)
             dropped = sum(r["dropped"] for r in arm.runs.values()) / len(arm.runs)
-            axes.text(at, mean, f"{mean:.3f}\n{dropped:.1%} dropped", ha="center", va="bottom", fontsize="x-small")
+            text = f"{mean:.3f}" + (f"\n{dropped:.1%} dropped" if name.startswith("capacity") else "")
+            axes.annotate(text, (at, mean), xytext=(8, 0), textcoords="offset points", va="center", fontsize="x-small")
             names.append(name)
     if not names:
         return empty(axes, "validation")
     axes.axhline(1, color="#222222", lw=0.8)
-    low, high = axes.dataLim.y0 or 0.0, axes.dataLim.y1
-    axes.set_ylim(min(0.9, 0.98 * min(p.get_height() for p in axes.patches)), max(1.02, high * 1.02) + 0 * low)
+    axes.set_xlim(-0.5, len(names))
+    axes.margins(y=0.15)
     axes.set_xticks(range(len(names)), names, fontsize="x-small")
-    axes.set(title=f"{SIZE}: validation perplexity / dense", ylabel="ratio (axis does not begin at 0)")
+    axes.set(title=f"{SIZE}: validation perplexity / dense", ylabel="ratio")
 
 
 def _training(axes: Any, sweep: Sweep) -> None:

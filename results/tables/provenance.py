@@ -65,9 +65,8 @@ def progress(sweep: Sweep) -> str:
         ]
         for stage, done, of in sweep.progress()
     ]
-    every = sweep.progress()
-    done, of = (sum(stage[i] for stage in every) for i in (1, 2))
-    head = f"{done} of {of} runs are done. The budget, stated before the sweep began: {sweep.queue['budget']}"
+    done, of = sweep.distinct()
+    head = f"{done} of {of} runs are done; one can belong to two stages. The queue's budget: {sweep.queue['budget']}"
     return f"{head}\n\n{sweep.queue['note']}\n\n" + table(["stage", "size", "tokens", "arms", "seeds", "runs"], rows)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from results.records import RESULTS, read
 from results.tables.markdown import NOT_RUN, mean_and_range, table
 from results.tables.runs import Arm, Sweep, heaviest_load, ratios
 
-SIZE = "0.1M"
+SIZE, MATCHED = "0.1M", "dense-2x"
 # question -> arms; each is compared with the first on the seeds that both have
 QUESTIONS = {
     "Dropless or capacity?": ("dmoe-8", "capacity-8"),
@@ -29,7 +31,7 @@ def make(sweep: Sweep) -> str:
         for name in names:
             rows.append(_row(question if name == names[0] else "", sweep.arm(SIZE, name), first))
     header = ["question", "arm", "seeds", "perplexity", "/ first", "MFLOPs a token", "busiest expert / mean", "dropped"]
-    return "\n\n".join([table(header, rows), _upcycling(sweep), canary()])
+    return "\n\n".join([table(header, rows), _more_tokens(sweep), _upcycling(sweep), canary()])
 
 
 def _row(question: str, arm: Arm, first: Arm) -> list[object]:
@@ -49,6 +51,22 @@ def _row(question: str, arm: Arm, first: Arm) -> list[object]:
     ]
 
 
+def _more_tokens(sweep: Sweep) -> str:
+    """The arms that the queue trains on more tokens too, with few and with many."""
+    stage = next(s for s in sweep.queue["stages"] if s["name"] == "more tokens")
+    few, many = sweep.ladder_tokens(SIZE), stage["tokens"]
+    rows = []
+    for name in stage["arms"]:
+        arms = [(sweep.arm(SIZE, name, n), sweep.arm(SIZE, MATCHED, n)) for n in (few, many)]
+        what = sweep.queue["arms"][name]["what"]
+        cells = [cell for a, b in arms for cell in (mean_and_range(a.perplexities), mean_and_range(ratios(a, b), 3))]
+        rows.append([what, *cells])
+    header = ["do experts need more tokens?"]
+    for n in (few, many):
+        header += [f"perplexity, {n / 1e6:.1f}M tokens", "/ dense of equal active FLOPs"]
+    return table(header, rows)
+
+
 def _upcycling(sweep: Sweep) -> str:
     """Upcycled after T tokens of dense training and T of its own, against 2 T from scratch and 2 T dense."""
     tokens = sweep.ladder_tokens(SIZE)
@@ -63,16 +81,21 @@ def _upcycling(sweep: Sweep) -> str:
     return table(["upcycled or from scratch?", "tokens", "perplexity"], rows)
 
 
-def canary() -> str:
-    """The records of `results/canary.py`: experts in every layer, weights normalised, against equal active FLOPs."""
+def canary_arms() -> tuple[list[dict[str, Any]], dict[str, Arm]]:
+    """(the records of `results/canary.py` of the newest settings, the same by arm)."""
     found = read(RESULTS / "canary.jsonl")
-    if not found:
-        return f"Canary: {NOT_RUN}."
     found = [r for r in found if (r["model"], r["steps"]) == (found[-1]["model"], found[-1]["steps"])]
     named = {"moe": "8 experts, dropless", "no_balance": "8 experts, no balancing loss", "dense": "dense"}
-    arms = {
+    return found, {
         arm: Arm(arm, what, None, 0, 0, {r["seed"]: r for r in found if r["arm"] == arm}) for arm, what in named.items()
     }
+
+
+def canary() -> str:
+    """Experts in every layer, weights normalised, against the dense model of equal active FLOPs."""
+    found, arms = canary_arms()
+    if not found:
+        return f"Canary: {NOT_RUN}."
     rows = [
         [
             arm.what,
@@ -84,5 +107,5 @@ def canary() -> str:
         for arm in arms.values()
     ]
     dim, tokens = found[0]["model"]["hidden_dim"], found[0]["tokens"] / 1e6
-    head = f"experts in every layer, dim {dim}, {tokens:.1f}M tokens, equal active FLOPs"
+    head = f"experts in every layer, weights normalised, dim {dim}, {tokens:.1f}M tokens, equal active FLOPs"
     return table([head, "seeds", "perplexity", "/ dense", "busiest expert / mean"], rows)

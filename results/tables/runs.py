@@ -79,6 +79,20 @@ class Sweep:
             out.append((stage, done, rates * len(stage["arms"]) * len(stage["seeds"])))
         return out
 
+    def distinct(self) -> tuple[int, int]:
+        """(runs of the queue that have a record, runs in all), each counted once.
+
+        A run whose rate is not tuned yet stands for itself: no other stage of the queue asks for its seed.
+        """
+        asked: set[object] = set()
+        for stage in self.queue["stages"]:
+            found = list(stage_runs(stage, self.queue, self.done))
+            asked.update(found)
+            settled = {run.arm for run in found}
+            open_ = [arm for arm in stage["arms"] if arm not in settled]
+            asked.update((stage["size"], stage["tokens"], arm, seed) for arm in open_ for seed in stage["seeds"])
+        return sum(run in self.done for run in asked if isinstance(run, Run)), len(asked)
+
     def _tuning(self, size: str) -> list[dict[str, Any]]:
         return [s for s in self.queue["stages"] if s["size"] == size and s["lr"] == "all"]
 

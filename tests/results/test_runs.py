@@ -93,6 +93,7 @@ def test_the_stated_budget_counts_the_runs_of_the_queue() -> None:
             (stage["size"], stage["tokens"], a, s, r) for a in stage["arms"] for s in stage["seeds"] for r in rates
         }
     assert int(re.match(r"(\d+) runs", queue["budget"])[1]) == len(runs)
+    assert Sweep().distinct()[1] == len(runs)
     first, second = queue["stages"][:2]
     assert set(first["arms"]) <= set(second["arms"]) and first["seeds"] == second["seeds"] and second["lr"] == "all"
     for size in queue["sizes"]:

@@ -1,0 +1,64 @@
+"""The short answers, read from the records that the tables below show in full."""
+
+from __future__ import annotations
+
+from results import published, records
+from results.tables import ladder, layer, numerics, throughput
+from results.tables.markdown import NOT_RUN
+from results.tables.questions import SIZE, canary_arms
+from results.tables.runs import Sweep, ratios
+
+# (what is asked, an arm, the arm that it is compared with)
+COMPARED = (
+    ("Do 8 experts, dropless, beat the dense model of the same dim?", "dmoe-8", "dense"),
+    ("And the dense model of equal active FLOPs?", "dmoe-8", "dense-2x"),
+    ("With combine weights normalised, that one?", "dmoe-8-norm", "dense-2x"),
+    ("Does dropless beat capacity 1.25?", "dmoe-8", "capacity-8"),
+    ("Do 32 experts beat 8?", "dmoe-32", "dmoe-8"),
+)
+
+
+def make(sweep: Sweep) -> str:
+    lines = [f"- {question} {_of_the_sweep(sweep, a, b)}" for question, a, b in COMPARED]
+    _, arms = canary_arms()
+    found = ladder.compared(ratios(arms["moe"], arms["dense"]))
+    lines.append(f"- Experts in every layer, 3.3M tokens, against equal active FLOPs: {found}.")
+    return "\n".join([*lines, _throughput(), _layer(), _numerics()])
+
+
+def _of_the_sweep(sweep: Sweep, a: str, b: str) -> str:
+    first, second = sweep.arm(SIZE, a), sweep.arm(SIZE, b)
+    text = f"Here, at {SIZE}: {ladder.compared(ratios(first, second))}"
+    open_ = [arm.what for arm in (first, second) if arm.runs and arm.tried < arm.rates]
+    return f"{text}; the learning rate is not tuned yet for: {', '.join(open_)}." if open_ else f"{text}."
+
+
+def _throughput() -> str:
+    found = list(throughput.newest().values())
+    if not found:
+        return f"- Throughput: {NOT_RUN}."
+    ratios_ = [throughput.measured(r) for r in found]
+    told = [published.throughput_ratio(r["model"]) for r in found]
+    reached = [throughput.measured(r) / throughput.bound(r) for r in found]
+    return (
+        f"- Tokens a second with 8 experts over dense, on this CPU: {min(ratios_):.2f} to {max(ratios_):.2f} "
+        f"({min(reached):.2f} to {max(reached):.2f} of what FLOPs allow; published on A100 for the same sizes: "
+        f"{min(told):.2f} to {max(told):.2f})."
+    )
+
+
+def _layer() -> str:
+    found = layer.newest()
+    best = [min((c for c in r["results"] if c != "dense"), key=lambda c: r["results"][c]["ratio"]) for r in found]
+    ours = [r["results"][layer.OURS]["ratio"] for r in found]
+    return (
+        f"- One layer over a dense one of the same FLOPs: {min(ours):.2f} to {max(ours):.2f} of its time; the "
+        f"fastest of {len(found[0]['results']) - 1} ways in {best.count(layer.OURS)} of {len(found)} measurements."
+    )
+
+
+def _numerics() -> str:
+    found = records.read(numerics.RECORDS)
+    worst = {d: max((r["worst_row"] for r in found if r["dtype"] == d), default=None) for d in numerics.DTYPES}
+    text = ", ".join(NOT_RUN if e is None else f"{e:.1e} in {d}" for d, e in worst.items())
+    return f"- Largest error of any row of any kernel against float64: {text}."
