@@ -315,6 +315,8 @@ class OpenLMMoeForCausalLM(PreTrainedModel, GenerationMixin):
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = Norm(config, dim)
         self.output = nn.Linear(dim, config.vocab_size, bias=False)
+        if not config.moe_layers:
+            self._keep_in_fp32_modules_strict = []  # transformers 4 refuses names that no module has
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -388,6 +390,6 @@ def visible(x: Tensor, past: int, attention_mask: Tensor | None) -> Tensor | Non
     keys = torch.arange(total, device=x.device)[None, :]
     seen = (keys <= queries)[None, None]
     if padded:
-        # Padding sees itself: a row without any key would be NaN, and spread through the layers.
+        # Padding sees itself: some attention kernels make NaN of a row without any key, and it would spread.
         seen = seen & (attention_mask[:, None, None, :total].bool() | (keys == queries))
     return seen

@@ -60,9 +60,9 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
     return {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
 
 
-def native(folder: Path) -> Transformer:
-    """The built-in model as the trainer makes it from what hf-to-openlm wrote: model.json and the checkpoint."""
-    params, moe = load_model(str(folder / "model.json"), {}, MoEConfig())
+def native(folder: Path, file: Path | None = None) -> Transformer:
+    """The built-in model as the trainer makes it from what hf-to-openlm wrote: model.json, or `file`, and weights."""
+    params, moe = load_model(str(file or folder / "model.json"), {}, MoEConfig())
     model = Transformer(params, moe)
     Checkpointer(folder).load(find_checkpoint(str(folder)), model, None)
     return model.eval()

@@ -83,10 +83,22 @@ for folder in sys.argv[2:]:
     padded = torch.cat([torch.zeros(2, 4, dtype=torch.long), tokens[:2, :7]], dim=1)
     batch = torch.cat([padded, tokens[:1, :11]])
     left = model.generate(batch, attention_mask=(torch.arange(11) >= torch.tensor([[4], [4], [0]])).long(), **how)
+    with torch.no_grad():  # as a caller does it who gives no positions: one batch plain, one padded at the left
+        first = model(tokens[:, :7], use_cache=True)
+        name = "cache" if "cache" in first else "past_key_values"
+        pieces = [first.logits]
+        for piece in tokens[:, 7:].split((5, 1, 11), dim=1):
+            pieces.append(model(piece, **{name: first[name]}).logits)
+        shifted = torch.cat([torch.zeros(3, 4, dtype=torch.long), tokens], dim=1)
+        seen = (torch.arange(shifted.shape[1]) >= 4).long().expand(3, -1)
+        first = model(shifted[:, :9], attention_mask=seen[:, :9], use_cache=True)
+        rest = model(shifted[:, 9:], attention_mask=seen, **{name: first[name]}).logits
     beams = model.generate(tokens[:1, :7], num_beams=3, **how)
     half = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.bfloat16)
     out[folder] = {
         "logits": logits.tolist(),
+        "pieces": torch.cat(pieces, dim=1).tolist(),
+        "shifted": torch.cat([first.logits[:, 4:], rest], dim=1).tolist(),
         "loss": float(loss),
         "generated": [g.tolist() for g in again],
         "left": left[:2, 4:].tolist(),
@@ -124,8 +136,9 @@ def test_logits_equal_ours_without_our_package(exported, name):
     model, _, said = found[name]
     with torch.no_grad():
         ours = model(tokens)
-    theirs = torch.tensor(said["logits"])
-    assert (ours - theirs).abs().amax(-1).max() <= 1e-5 * ours.abs().max()
+    for way in ("logits", "pieces", "shifted"):
+        theirs = torch.tensor(said[way])
+        assert (ours - theirs).abs().amax(-1).max() <= 1e-5 * ours.abs().max(), way
     loss = nn.functional.cross_entropy(ours[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     assert said["loss"] == pytest.approx(loss.item(), rel=1e-5)
 
@@ -222,3 +235,20 @@ def test_checkpoints_without_a_model_of_ours(tmp_path, capsys):
     state.write_text(json.dumps(whole | {"model": other}))
     said = refusal(capsys, "openlm-to-hf", tmp_path / "run", tmp_path / "hf")
     assert "holds, without a use for them, layers.2.attention.in_proj.weight" in said
+
+
+def test_tensors_of_two_dtypes_start_at_multiples_of_their_items(tmp_path):
+    """33 numbers of two bytes each, and a router of four: as the library lays files out, which readers rely on."""
+    shape, moe = MODELS["rms norm, no positions"]
+    model = save_run(tmp_path / "run", shape, moe)
+    convert("openlm-to-hf", tmp_path / "run", tmp_path / "hf", "--dtype", "bf16")
+    data = (tmp_path / "hf" / "model.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    assert header.pop("__metadata__") == {"format": "pt"}
+    for name, entry in header.items():
+        item = {"F32": 4, "BF16": 2}[entry["dtype"]]
+        assert (item == 4) == name.endswith("router.weight")
+        assert (8 + length + entry["data_offsets"][0]) % item == 0
+    for name, value in read_folder(tmp_path / "hf").items():
+        assert torch.equal(value, model.state_dict()[name].to(value.dtype))

@@ -19,7 +19,10 @@ from hf_cases import (
 )
 from safetensors.torch import save_file
 
+from openlm_moe.data.manifest import write_manifest
+from openlm_moe.data.shards import write_shard
 from openlm_moe.hosts.builtin.saving import find_checkpoint
+from openlm_moe.main import main as train
 from openlm_moe.parallel.checkpoint import read_checked_index
 
 pytest.importorskip("transformers", minversion="5.0")
@@ -208,3 +211,33 @@ def test_folders_that_are_none(mixtral, tmp_path, capsys):
     (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "names the file '../elsewhere'" in refusal(capsys, "hf-to-openlm", tmp_path / "hf", tmp_path / "ours")
     assert "does not exist" in refusal(capsys, "openlm-to-hf", tmp_path / "none", tmp_path / "back")
+
+
+def test_trains_from_it_and_back(mixtral, tmp_path):
+    """The trainer's first loss is transformers' own, and what it saves exports again."""
+    from transformers import MixtralForCausalLM
+
+    samples = torch.randint(VOCAB, (8, 17))
+    write_shard(tmp_path / "data" / "0.tar", samples.numpy())
+    write_manifest(tmp_path / "data" / "manifest.jsonl", [("0", len(samples))])
+    ours = tmp_path / "ours"
+    convert("hf-to-openlm", mixtral, ours, "--seq-len", 16)
+    flags = f"--model {ours / 'model.json'} --pretrained {ours} --dataset-manifest {tmp_path / 'data/manifest.jsonl'}"
+    flags += f" --train-num-samples {8 * 16} --epochs 2 --global-batch-size 8 --workers 0 --precision fp32 --lr 1e-2"
+    flags += f" --multiple-data-passes --warmup 1 --logs {tmp_path / 'logs'} --name run --log-every-n-steps 1"
+    assert train(flags.split()) == 0
+    run = tmp_path / "logs" / "run"
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["train/loss"] for record in records if "train/loss" in record]
+    model = MixtralForCausalLM.from_pretrained(mixtral, experts_implementation="eager")
+    assert losses[0] == pytest.approx(model(samples, labels=samples).loss.item(), rel=1e-5)
+    assert losses[1] < losses[0]
+
+    convert("openlm-to-hf", run, tmp_path / "tuned", "--tokenizer", mixtral)
+    tokens = samples[:2, :16]
+    tuned = hf_logits(tmp_path / "tuned", tokens)
+    model = native(run, ours / "model.json")
+    with torch.no_grad():
+        assert (model(tokens) - tuned).abs().max() <= 1e-5 * tuned.abs().max()
+    assert (tuned - hf_logits(mixtral, tokens)).abs().max() > 1e-2 * tuned.abs().max()
+    assert (tmp_path / "tuned" / "tokenizer.json").exists()
