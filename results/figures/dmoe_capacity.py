@@ -11,7 +11,7 @@ from results.tables.questions import SIZE
 from results.tables.runs import Sweep, ratios
 
 NAME = "dmoe_against_capacity.png"
-ARMS = ("dense-2x", "dmoe-8", "capacity-8", "dmoe-32", "capacity-32")
+ARMS = ("dense-2x", "dmoe-8-norm", "dmoe-8", "capacity-8", "dmoe-32", "capacity-32")
 PAIRS = (("capacity-8", "dmoe-8"), ("capacity-32", "dmoe-32"))
 
 

@@ -10,6 +10,7 @@ from results.tables.runs import Record, Sweep
 
 NAME = "expert_load.png"
 ARMS = ("dmoe-8", "balance-0.01", "bias-balance", "no-balance", "dmoe-8-norm", "dmoe-32")
+TICKS = (1, 1.1, 1.25, 1.5, 2, 3, 4, 6, 8, 16, 32)
 
 
 def draw(out: Path) -> None:
@@ -22,8 +23,10 @@ def draw(out: Path) -> None:
             drawn += 1
     if drawn:
         axes.set(title="load of the busiest expert over the mean", xlabel="tokens", ylabel="max / mean", yscale="log")
+        low, high = axes.get_ylim()
+        axes.set_yticks([tick for tick in TICKS if low <= tick <= high], minor=False)
+        axes.set_yticks([], minor=True)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if value in (1, 2, 3, 5, 8) else "")
         axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g}M")
         axes.legend(fontsize="small", frameon=False)
     else:

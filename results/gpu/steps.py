@@ -37,6 +37,8 @@ def gpu_steps(out: Path) -> list[Step]:
     for size in SIZES:
         model = (*cuda, "--model", f"open_lm_{size}", "--seq-len", 2048, "--sequences", SEQUENCES[size])
         steps.append(Step(f"model-{size}", "model", (*BENCH, "model", *model, "--json", "{made}"), 300))
+        plain = (*BENCH, "model", *model, "--moe-backend", "torch", "--json", "{made}")
+        steps.append(Step(f"model-{size}-torch", "model", plain, 300))
         steps.append(Step(f"memory-{size}", "memory", (*WORK, "memory", *model, "--json", "{made}"), 200))
     for name in LAYERS:
         layer = (*cuda, "--shape", name, "--dtype", "bf16", "--routing", "both", "--json", "{made}")

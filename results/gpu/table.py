@@ -59,8 +59,8 @@ def _model(found: list[Record]) -> str:
         dense, moe = r["results"]["dense"], r["results"]["moe"]
         what = f"{r['sequences']} x {r['seq_len']}, {r['dtype']}"
         speeds = [f"{m['tokens_per_second']:.0f}" for m in (dense, moe)]
-        rows.append([r["model"].rpartition("/")[2], what, *speeds, f"{1 / moe['ratio']:.3f}"])
-    return table(["full steps", "tokens", "dense tokens/s", "8 experts tokens/s", "ratio"], rows)
+        rows.append([r["model"].rpartition("/")[2], r["moe"]["backend"], what, *speeds, f"{1 / moe['ratio']:.3f}"])
+    return table(["full steps", "backend", "tokens", "dense tokens/s", "8 experts tokens/s", "ratio"], rows)
 
 
 def _memory(found: list[Record]) -> str:

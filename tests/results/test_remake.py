@@ -73,6 +73,14 @@ def test_published_ratios() -> None:
     assert published.perplexity_ratio("open_lm_410m", 32) is None
 
 
+def test_the_plan_quotes_the_same_throughput() -> None:
+    from openlm_moe.plan import published as plan
+
+    told = {m: (v["nodes"], *v["kilotokens_per_second_per_gpu"].values()) for m, v in published.MODELS.items()}
+    assert told == plan.PUBLISHED
+    assert published.SOURCE == plan.SOURCE
+
+
 def changed(path: Path, out: Path, change) -> Path:
     """A copy of a file of records whose last one went through `change`."""
     found = [json.loads(line) for line in path.read_text().splitlines()]

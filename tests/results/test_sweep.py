@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -63,7 +62,7 @@ def test_the_record_of_a_run_is_read_back_as_that_run(tmp_path: Path) -> None:
 def test_a_run_is_trained_and_recorded(queue: dict, tmp_path: Path) -> None:
     found = sweep.train_run(run_of(0.01), queue, tmp_path)
     assert json.loads(json.dumps(found)) == found
-    assert 6 < found["valid_loss"] < math.log(4096)  # ten steps
+    assert 6 < found["valid_loss"] < found["train_loss"][0][1]  # ten steps
     assert found["train_loss"][-1][0] == 10 * 8 * 128
     assert {name.split("/")[1] for name in found["load"]} == {"layer_0", "layer_2"}
     assert found["parameters"]["active"] < found["parameters"]["total"]
