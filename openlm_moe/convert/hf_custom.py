@@ -97,7 +97,10 @@ def read(config: dict[str, Any], seq_len: int | None) -> tuple[ModelParams, MoEC
     place = {"layers": layers or None} if every is None else {"every": every}
     if config["expert_bias"]:
         place["balance"] = "bias"
-    return ModelParams(**values), MoEConfig(**moe, **place, ffn_dim=config["expert_ffn_dim"])
+    try:
+        return ModelParams(**values), MoEConfig(**moe, **place, ffn_dim=config["expert_ffn_dim"])
+    except TypeError as error:
+        raise UserError(f"config.json holds a value of the wrong type: {error}") from None
 
 
 def links(params: ModelParams, moe: MoEConfig) -> list[Link]:

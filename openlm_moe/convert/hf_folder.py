@@ -142,15 +142,15 @@ def complete_folder(output: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def carry(places: Iterable[Path], output: Path) -> list[str]:
-    """Copies the tokenizer's and the like's files of the first of `places` that has any; returns their names."""
+def carry(places: Iterable[Path], output: Path) -> Path | None:
+    """Copies the tokenizer's and the like's files of the first of `places` that has any; returns that place."""
     for place in places:
         names = [name for name in CARRIED if (place / name).is_file()]
+        for name in names:
+            shutil.copyfile(place / name, output / name)
         if names:
-            for name in names:
-                shutil.copyfile(place / name, output / name)
-            return names
-    return []
+            return place
+    return None
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -1,7 +1,7 @@
 """A Hugging Face folder to a checkpoint of ours: a Mixtral, or what `openlm-to-hf` wrote. On the CPU, layer by layer.
 
-The output is a folder with step_0000000 (for --pretrained, --resume's format), model.json (for --model), and what the
-folder had beside its weights, such as the tokenizer. It appears when it is complete, or not at all.
+The output is a folder with step_0000000 (for --pretrained), model.json (for --model), and what the folder had beside
+its weights, such as the tokenizer. It appears when it is complete, or not at all.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ its own code in the folder (loaded with trust_remote_code=True), which needs tra
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from openlm_moe import MoEConfig
 from openlm_moe.convert import hf_custom, hf_mixtral
-from openlm_moe.convert.hf_folder import Spec, carry, complete_folder, parse_size, write_weights
+from openlm_moe.convert.hf_folder import Spec, carry, complete_folder, parse_size, read_config, write_weights
 from openlm_moe.convert.hf_links import (
     DTYPES,
     Link,
@@ -29,9 +30,11 @@ from openlm_moe.convert.hf_links import (
     independent,
     our_tensors,
 )
+from openlm_moe.data.corpus import embedded_tokenizer
 from openlm_moe.data.tokenizer import END_TOKENS
 from openlm_moe.errors import UserError
 from openlm_moe.hosts.builtin.params import ModelParams
+from openlm_moe.hosts.builtin.run_folder import PARAMS_FILE
 from openlm_moe.hosts.builtin.saving import find_checkpoint, read_state
 from openlm_moe.parallel.checkpoint import read_checked_index
 from openlm_moe.parallel.safe_reader import read_tensors
@@ -86,16 +89,15 @@ def run(arguments: argparse.Namespace) -> None:
 
     with complete_folder(arguments.output) as aside:
         count = write_weights(aside, specs, tensors(checkpoint, links, stored), arguments.max_shard_size)
-        places = [arguments.tokenizer] if arguments.tokenizer else [arguments.checkpoint, *checkpoint.parents[:2]]
-        carried = carry(places, aside)
+        carried = carry(tokenizer_places(arguments.tokenizer, arguments.checkpoint, checkpoint), aside)
         if arguments.tokenizer and not carried:
             raise UserError(f"--tokenizer {arguments.tokenizer} holds no tokenizer")
+        describe_tokenizer(aside)
         largest = max(specs, key=lambda spec: spec.size)
         config |= {"torch_dtype": str(largest.dtype).removeprefix("torch.")}
         config.pop("dtype", None)
         if not base:
-            end = end_token(aside)
-            config |= {"bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
+            config |= token_ids(carried)
         (aside / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         if not mixtral:
             hf_custom.copy_code(aside)
@@ -147,12 +149,53 @@ def tensors(checkpoint: Path, links: list[Link], stored: dict[str, Tensor]) -> I
             yield link.hf, link.to_hf(whole)
 
 
-def end_token(folder: Path) -> int | None:
-    """The id that ends a text, by the folder's tokenizer.json."""
+def tokenizer_places(given: Path | None, named: Path, checkpoint: Path) -> Iterator[Path]:
+    """Folders that may hold the tokenizer: the `given` one; else the checkpoint's and the run's, by their names.
+
+    A run on the embedded corpus holds none; its tokenizer is in the corpus's cache.
+    """
+    if given is not None:
+        yield given
+        return
+    runs = [named, *checkpoint.parents[:2]]
+    yield from runs
+    for run in runs:
+        file = run / PARAMS_FILE
+        record = json.loads(file.read_text()).get("corpus") if file.is_file() else None
+        if record:
+            tokenizer = Path(embedded_tokenizer())
+            if hashlib.sha256(tokenizer.read_bytes()).hexdigest() == record["tokenizer_sha256"]:
+                yield tokenizer.parent
+
+
+def token_ids(place: Path | None) -> dict[str, int | list[int] | None]:
+    """What begins, ends and pads texts, by the config.json beside the tokenizer, else by the tokenizer itself.
+
+    Texts follow each other with an end token between them in training, so that it also begins them.
+    """
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    if place is not None and (place / "config.json").is_file():
+        config = read_config(place)
+        return {name: config.get(name) for name in names}
+    end = None if place is None else end_token(place)[1]
+    return dict(zip(names, (end, end, None), strict=True))
+
+
+def describe_tokenizer(folder: Path) -> None:
+    """Gives a lone tokenizer.json the file by which transformers' AutoTokenizer knows what it is."""
+    file = folder / "tokenizer_config.json"
+    if (folder / "tokenizer.json").is_file() and not file.is_file():
+        end, _ = end_token(folder)
+        tokens = {} if end is None else {"bos_token": end, "eos_token": end}
+        file.write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **tokens}, indent=2) + "\n")
+
+
+def end_token(folder: Path) -> tuple[str, int] | tuple[None, None]:
+    """The token that ends a text, by the folder's tokenizer.json, and its id."""
     path = folder / "tokenizer.json"
     added = json.loads(path.read_text()).get("added_tokens", []) if path.is_file() else []
     ids = {token["content"]: token["id"] for token in added}
-    return next((ids[token] for token in END_TOKENS if token in ids), None)
+    return next(((token, ids[token]) for token in END_TOKENS if token in ids), (None, None))
 
 
 def _kind(link: Link, stored: dict[str, Tensor], arguments: argparse.Namespace) -> tuple[tuple[int, ...], torch.dtype]:

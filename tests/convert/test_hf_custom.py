@@ -1,14 +1,19 @@
 """Models of ours as Hugging Face models: custom ones, which need transformers alone, and those that are a Mixtral."""
 
+import hashlib
 import json
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-from hf_cases import convert, hf_logits, native, read_folder, refusal
+from hf_cases import convert, hf_logits, native, read_folder, refusal, set_config
 from torch import nn
 
 from openlm_moe import MoEConfig
+from openlm_moe.data.corpus import embedded_tokenizer
+from openlm_moe.data.tokenizer import load_encoder
 from openlm_moe.hosts.builtin.generate import generate
 from openlm_moe.hosts.builtin.model import Transformer
 from openlm_moe.hosts.builtin.params import ModelParams
@@ -181,6 +186,41 @@ def test_custom_model_comes_back(exported, name, tmp_path):
 def test_end_token_is_the_tokenizers(exported):
     config = json.loads((exported[0]["defaults"][1] / "config.json").read_text())
     assert (config["eos_token_id"], config["pad_token_id"]) == (4, None)
+
+
+def test_tokenizer_of_the_embedded_corpus_goes_along(tmp_path):
+    from transformers import AutoTokenizer
+
+    file = Path(embedded_tokenizer())
+    save_run(tmp_path / "run", {}, {"num_experts": 4})
+    (tmp_path / "run" / "tokenizer.json").unlink()
+    record = {"corpus": {"tokenizer_sha256": hashlib.sha256(file.read_bytes()).hexdigest()}}
+    (tmp_path / "run" / "params.json").write_text(json.dumps(record))
+    convert("openlm-to-hf", tmp_path / "run", tmp_path / "hf")
+    assert (tmp_path / "hf" / "tokenizer.json").read_bytes() == file.read_bytes()
+    encoder = load_encoder(str(file))
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == encoder.end_id
+    found = AutoTokenizer.from_pretrained(tmp_path / "hf", trust_remote_code=True)
+    text = "def read(self, size=-1):"
+    assert found.encode(text) == encoder.tokenizer.encode(text).ids
+    assert found.eos_token_id == encoder.end_id
+    record["corpus"]["tokenizer_sha256"] = "of another Python's library"
+    (tmp_path / "run" / "params.json").write_text(json.dumps(record))
+    convert("openlm-to-hf", tmp_path / "run", tmp_path / "without")
+    assert not (tmp_path / "without" / "tokenizer.json").exists()
+
+
+def test_custom_fields_that_are_wrong(exported, tmp_path, capsys):
+    shutil.copytree(exported[0]["defaults"][1], tmp_path / "hf")
+    for fields, words in (
+        ({"hidden_size": "thirty"}, "of the wrong type"),
+        ({"norm": "batch_norm"}, "model_norm is 'batch_norm'"),
+        ({"dense_ffn": "gelu"}, "lacks layers.1.feed_forward.0.weight"),
+    ):
+        before = (tmp_path / "hf" / "config.json").read_text()
+        set_config(tmp_path / "hf", **fields)
+        assert words in refusal(capsys, "hf-to-openlm", tmp_path / "hf", tmp_path / "ours")
+        (tmp_path / "hf" / "config.json").write_text(before)
 
 
 ALL_SWIGLU = {"num_experts": 4, "every": 1, "ffn": "swiglu", "ffn_dim": 14, "normalize_weights": True}

@@ -17,7 +17,6 @@ from hf_cases import (
     refusal,
     set_config,
 )
-from safetensors.torch import save_file
 
 from openlm_moe.data.manifest import write_manifest
 from openlm_moe.data.shards import write_shard
@@ -99,6 +98,8 @@ def test_router_stays_in_fp32_unless_asked_otherwise(mixtral, tmp_path):
 
 def broken(mixtral, folder, change):
     """A copy of the Mixtral whose tensors `change` has changed."""
+    from safetensors.torch import save_file
+
     shutil.copytree(mixtral, folder)
     tensors = read_folder(folder)
     change(tensors)
@@ -241,3 +242,5 @@ def test_trains_from_it_and_back(mixtral, tmp_path):
         assert (model(tokens) - tuned).abs().max() <= 1e-5 * tuned.abs().max()
     assert (tuned - hf_logits(mixtral, tokens)).abs().max() > 1e-2 * tuned.abs().max()
     assert (tmp_path / "tuned" / "tokenizer.json").exists()
+    config = json.loads((tmp_path / "tuned" / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (1, 2)  # by the config beside the tokenizer
