@@ -11,9 +11,11 @@ already is not done again, unless --again names it. The table is printed last an
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -89,13 +91,16 @@ def run_step(step: Step, out: Path) -> dict:
     log = out / f"{step.name}.log"
     began = time.monotonic()
     with log.open("w") as file:
+        how = {"stdout": file, "stderr": subprocess.STDOUT, "env": environment(step.env), "cwd": ROOT}
+        process = subprocess.Popen(command, start_new_session=True, **how)
         try:
-            process = subprocess.run(
-                command, stdout=file, stderr=subprocess.STDOUT, timeout=step.limit, env=environment(step.env), cwd=ROOT
-            )
-            code: int | str = process.returncode
+            code: int | str = process.wait(step.limit)
         except subprocess.TimeoutExpired:
             code = "timeout"
+        finally:  # what measures in a process of its own must not go on beside the next step
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     text = log.read_text(errors="replace")
     result = json.loads(made.read_text()) if made.exists() and code == 0 else None
     made.unlink(missing_ok=True)

@@ -20,10 +20,16 @@ COMPARED = (
 
 def make(sweep: Sweep) -> str:
     lines = [f"- {question} {_of_the_sweep(sweep, a, b)}" for question, a, b in COMPARED]
-    _, arms = canary_arms()
-    found = ladder.compared(ratios(arms["moe"], arms["dense"]))
-    lines.append(f"- Experts in every layer, 3.3M tokens, against equal active FLOPs: {found}.")
-    return "\n".join([*lines, _throughput(), _layer(), _numerics()])
+    return "\n".join([*lines, _canary(), _throughput(), _layer(), _numerics()])
+
+
+def _canary() -> str:
+    found, arms = canary_arms()
+    tokens = f", {found[0]['tokens'] / 1e6:.1f}M tokens" if found else ""
+    says = ladder.compared(ratios(arms["moe"], arms["dense"]))
+    return (
+        f"- With experts in every layer{tokens}, do 8 beat the dense model of equal active FLOPs? {says.capitalize()}."
+    )
 
 
 def _of_the_sweep(sweep: Sweep, a: str, b: str) -> str:

@@ -83,8 +83,8 @@ def _upcycling(sweep: Sweep) -> str:
 
 def canary_arms() -> tuple[list[dict[str, Any]], dict[str, Arm]]:
     """(the records of `results/canary.py` of the newest settings, the same by arm)."""
-    found = read(RESULTS / "canary.jsonl")
-    found = [r for r in found if (r["model"], r["steps"]) == (found[-1]["model"], found[-1]["steps"])]
+    every = read(RESULTS / "canary.jsonl")
+    found = [r for r in every if (r["model"], r["steps"]) == (every[-1]["model"], every[-1]["steps"])]
     named = {"moe": "8 experts, dropless", "no_balance": "8 experts, no balancing loss", "dense": "dense"}
     return found, {
         arm: Arm(arm, what, None, 0, 0, {r["seed"]: r for r in found if r["arm"] == arm}) for arm, what in named.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,15 @@ def test_failures_and_timeouts_are_recorded_and_told(tmp_path: Path) -> None:
     text = runner.write_table(steps, tmp_path)
     assert "- fails: 1: no such tile" in text
     assert "- hangs: timeout" in text
+
+
+def test_a_timeout_ends_what_the_step_started(tmp_path: Path) -> None:
+    late = tmp_path / "late"
+    child = f"import time; time.sleep(2); open({str(late)!r}, 'w')"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    assert runner.run_step(python("hangs", code, limit=1), tmp_path)["exit_code"] == "timeout"
+    time.sleep(2)
+    assert not late.exists()
 
 
 def test_the_steps_on_a_gpu_fit_into_a_slice_and_have_names_of_their_own(tmp_path: Path) -> None:
