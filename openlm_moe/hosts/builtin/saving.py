@@ -57,6 +57,8 @@ class Saver:
 
     def restore(self, run: Run, path: Path) -> None:
         """Puts the checkpoint at `path` into `run`: weights, moments, averages, counters, place in the data."""
+        if "data" not in read_state(path):
+            raise UserError(f"checkpoint {path} holds weights alone; begin with them: --pretrained, without --resume")
         state = self.checkpoints.load(path, run.model, run.optimizer)
         check_same_model(state, run.architecture, path)
         samples = run.data.resume(state["data"], allow_change=run.args.allow_data_change)
@@ -114,7 +116,12 @@ _FREE = {"loss_weight", "z_loss_weight", "bias_update_rate", "balance_scope", "j
 
 
 def check_same_model(state: dict[str, Any], architecture: Architecture, path: Path) -> None:
-    """Raises `UserError`, naming the first setting, if the checkpoint's model is not that of the flags."""
+    """Raises `UserError`, naming the first setting, if the checkpoint's model is not that of the flags.
+
+    Weights that were converted from another format come without settings; loading compares their names and shapes.
+    """
+    if "model" not in state:
+        return
     pairs = [(key, state["model"].get(key), value) for key, value in architecture.to_json().items()]
     pairs += [(f"moe {k}", state["moe"].get(k), v) for k, v in architecture.moe.to_dict().items() if k not in _FREE]
     for key, saved, wanted in pairs:
