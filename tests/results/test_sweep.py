@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
+import tarfile
 from pathlib import Path
 
 import pytest
 
-from results import records, sweep
+from results import linux_corpus, records, sweep
 from results.sweep_queue import Run, as_record, finished, read_queue
 
 SIZE = "0.1M"
@@ -67,3 +69,33 @@ def test_a_run_is_trained_and_recorded(queue: dict, tmp_path: Path) -> None:
     assert {name.split("/")[1] for name in found["load"]} == {"layer_0", "layer_2"}
     assert found["parameters"]["active"] < found["parameters"]["total"]
     assert found["corpus"]["name"] == "embedded"
+
+
+@pytest.mark.slow
+def test_an_upcycled_run_begins_where_the_dense_one_ended(queue: dict, tmp_path: Path) -> None:
+    run = Run(SIZE, "upcycled-8", 0.01, 0, 10 * 8 * 128)
+    dense = sweep.train_run(Run(SIZE, "dense-swiglu", 0.01, 0, run.tokens), queue, tmp_path / "dense")
+    found = sweep.train_run(run, queue, tmp_path)
+    first, last = found["train_loss"][0], dense["train_loss"][-1]
+    assert first[0] == 8 * 128  # it counts its own tokens
+    assert dense["train_loss"][0][1] > first[1]
+    assert first[1] == pytest.approx(last[1], rel=0.05)
+    assert found["valid_loss"] < dense["valid_loss"]
+    assert found["parameters"]["total"] > dense["parameters"]["total"]
+
+
+def test_the_c_sources_of_a_kernel_tree(tmp_path: Path) -> None:
+    archive = tmp_path / "linux-source-6.1.tar.xz"
+    texts = {"mm/slab.c": "b", "fs/ext4/inode.h": "a", "drivers/net/x.c": "no", "mm/Kconfig": "no", "mmx/y.c": "no"}
+    with tarfile.open(archive, "w:xz") as tar:
+        for name, text in texts.items():
+            member = tarfile.TarInfo(f"linux-source-6.1/{name}")
+            member.size = len(text)
+            tar.addfile(member, io.BytesIO(text.encode()))
+    assert linux_corpus._sources(archive) == [("fs/ext4/inode.h", "a"), ("mm/slab.c", "b")]
+
+
+def test_without_the_corpus_advice_is_given(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(linux_corpus, "cache_root", lambda: tmp_path)
+    with pytest.raises(SystemExit, match=r"python -m results\.linux_corpus"):
+        linux_corpus.linux_corpus(128)
