@@ -55,6 +55,8 @@ def main() -> None:
             if run is None:
                 break
             record = train_run(run, read_queue(), options.work)
+            if record is None:
+                break
             records.append(options.records, record)
             print(f"{run.name}: {record['valid_loss']}, {record['seconds']:.0f} s", flush=True)
             shutil.rmtree(options.work / run.name, ignore_errors=True)
@@ -95,8 +97,11 @@ def _lock(file: Any) -> bool:
     return True
 
 
-def train_run(run: Run, queue: dict[str, Any], work: Path) -> dict[str, Any]:
-    """Trains `run`, from its checkpoint if it has one, and returns its record; a diverged run has no loss."""
+def train_run(run: Run, queue: dict[str, Any], work: Path) -> dict[str, Any] | None:
+    """Trains `run`, from its checkpoint if it has one, and returns its record; a diverged run has no loss.
+
+    None if it was told to stop (SIGTERM, Ctrl-C) and left a checkpoint to go on from.
+    """
     size = queue["sizes"][run.size]
     train_data, valid_data, corpus = open_corpus(size["corpus"], size["seq_len"])
     if run.tokens > 4 * corpus["train_tokens"]:
@@ -122,6 +127,8 @@ def train_run(run: Run, queue: dict[str, Any], work: Path) -> dict[str, Any]:
     if code not in (0, 1):
         raise SystemExit(code)
     rows = records.read(folder / "run" / "metrics.jsonl")
+    if code == 0 and not valid_losses(rows):
+        return None
     return {
         **as_record(run),
         **(outcome(rows) if code == 0 else {"valid_loss": None}),
@@ -163,7 +170,6 @@ def open_corpus(name: str, seq_len: int) -> tuple[str, str, dict[str, Any]]:
 
 def outcome(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Validation loss, training loss over tokens, and how evenly the experts were loaded, from a run's metrics."""
-    valid = [v for row in rows for key, v in row.items() if key.startswith("valid/") and key.endswith("/loss")]
     losses = [[row["tokens"], round(row["train/loss"], 4)] for row in rows if "train/loss" in row]
     loads = [row for row in rows if any(key.startswith("experts/layer_") for key in row)]
     curves = {
@@ -173,11 +179,15 @@ def outcome(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
     dropped = [row["train/dropped_fraction"] for row in loads]
     return {
-        "valid_loss": valid[-1],
+        "valid_loss": valid_losses(rows)[-1],
         "train_loss": losses,
         "load": curves,
         "dropped": round(sum(dropped) / len(dropped), 6) if dropped else 0.0,
     }
+
+
+def valid_losses(rows: list[dict[str, Any]]) -> list[float]:
+    return [v for row in rows for key, v in row.items() if key.startswith("valid/") and key.endswith("/loss")]
 
 
 def counts(argv: list[str]) -> dict[str, Any]:

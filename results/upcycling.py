@@ -17,7 +17,8 @@ def upcycled(dense: Run, queue: dict[str, Any], work: Path, train_run: Callable[
     source = work / f"upcycling_{dense.name}"
     made = source / "experts"
     if not complete_checkpoints(made):
-        train_run(dense, queue, source)
+        if train_run(dense, queue, source) is None:
+            raise SystemExit("stopped; the next start goes on from here")
         checkpoint = complete_checkpoints(source / dense.name / "run" / "checkpoints")[-1]
         shutil.rmtree(source / "pt", ignore_errors=True)
         _convert("dcp-to-pt", checkpoint, source / "pt", "--no-optimizer")

@@ -72,6 +72,21 @@ def test_a_run_is_trained_and_recorded(queue: dict, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_run_told_to_stop_has_no_record_and_goes_on(queue: dict, tmp_path: Path) -> None:
+    run = run_of(0.01)
+    folder = tmp_path / run.name / "run"
+    folder.mkdir(parents=True)
+    (folder / "stop").touch()
+    assert sweep.train_run(run, queue, tmp_path) is None
+    assert [path.name for path in (folder / "checkpoints").glob("step_*")] == ["step_0000001"]
+    stopped = sweep.train_run(run, queue, tmp_path)
+    assert stopped is not None
+    whole = sweep.train_run(run, queue, tmp_path / "whole")
+    assert whole is not None
+    assert stopped["valid_loss"] == pytest.approx(whole["valid_loss"], rel=1e-6)
+
+
+@pytest.mark.slow
 def test_an_upcycled_run_begins_where_the_dense_one_ended(queue: dict, tmp_path: Path) -> None:
     run = Run(SIZE, "upcycled-8", 0.01, 0, 10 * 8 * 128)
     dense = sweep.train_run(Run(SIZE, "dense-swiglu", 0.01, 0, run.tokens), queue, tmp_path / "dense")
