@@ -69,8 +69,8 @@ class TrainData:
             source, needed = lacking
             raise UserError(
                 f"the run needs {samples} samples, {needed} of them from {source.text}, which has "
-                f"{source.num_samples}; lower the number of tokens (at most {self.num_samples} samples), change the "
-                "mix weights, or allow --multiple-data-passes"
+                f"{source.num_samples}; lower --train-num-samples (tokens per epoch) or --epochs to at most "
+                f"{self.num_samples} samples in all, change the mix weights, or allow --multiple-data-passes"
             )
 
     def _lacking(self, samples: int) -> tuple[Source, int] | None:

@@ -91,6 +91,8 @@ def test_the_saved_folder_has_what_the_first_one_had(trained):
     assert names[0] == names[1]
     assert any(re.search(r"experts\.0\.w1\.weight", name) for name in names[1])  # as published, an expert each
     assert [path.name for path in sorted(case.exported().parent.iterdir())] == ["step_0000020"]
+    closing = (case.folder / "run" / "out.log").read_text()
+    assert re.search(rf"Hugging Face model +{re.escape(str(case.exported()))}$", closing, re.MULTILINE)
 
 
 def test_resuming_repeats_the_steps_exactly(trained, tmp_path):

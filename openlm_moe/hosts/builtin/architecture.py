@@ -107,7 +107,9 @@ class BuiltIn:
         pass
 
 
-EXPORTS = "hf"  # <run>/hf/step_0000100/ is a Hugging Face folder
+def exported_to(folder: Path, step: int) -> Path:
+    """The Hugging Face folder of `step` in a run's folder."""
+    return folder / "hf" / f"step_{step:07d}"
 
 
 @dataclass(frozen=True)
@@ -182,12 +184,12 @@ class HuggingFace:
     def export(self, model: nn.Module, folder: Path, step: int, keep_last: int | None) -> None:
         from openlm_moe.interop.hf_model_files import gather, write
 
-        exports = folder / EXPORTS
+        target = exported_to(folder, step)
         state = gather(model)
 
         def put() -> None:
-            write(state, exports / f"step_{step:07d}", self.described.config, self.described.folder)
-            for old in sorted(exports.glob("step_*"))[: -keep_last if keep_last else 0]:
+            write(state, target, self.described.config, self.described.folder)
+            for old in sorted(target.parent.glob("step_*"))[: -keep_last if keep_last else 0]:
                 shutil.rmtree(old)
 
         on_main(put)

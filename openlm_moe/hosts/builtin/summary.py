@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from openlm_moe.hosts.builtin.architecture import exported_to
 from openlm_moe.hosts.builtin.count import short_count
 from openlm_moe.hosts.builtin.generate import continue_text
 from openlm_moe.hosts.builtin.saving import CHECKPOINTS
@@ -40,6 +41,9 @@ def summary_table(run: Run, baselines: dict[str, float]) -> list[tuple[str, str]
         ("checkpoint", str(run.saver.latest() or f"none in {run.folder / CHECKPOINTS}")),
         ("metrics", str(run.folder / "metrics.jsonl")),
     ]
+    exported = exported_to(run.folder, run.step)
+    if exported.is_dir():
+        rows.append(("Hugging Face model", str(exported)))
     return rows
 
 
