@@ -242,6 +242,7 @@ def test_the_command_prints_the_table_and_writes_every_answer(native, tasks, tmp
     assert main(list(map(str, flags))) == 0
     printed = capsys.readouterr().out
     assert "tiny_mmlu_colours" in printed and "|acc" in printed.replace(" ", "")
+    assert "Tasks" in printed and "Stderr" in printed  # what older pytablewriters leave out
     written = json.loads(output.read_text())
     assert [len(written["samples"][name]) for name in TASKS] == [4, 4]
     assert written["results"]["tiny_mmlu"]["acc,none"] == pytest.approx(
