@@ -18,12 +18,12 @@ import torch
 from openlm_moe.config import MoEConfig
 from openlm_moe.errors import UserError
 from openlm_moe.hosts.builtin.params import MODEL_OPTIONS, load_model
-from openlm_moe.options import MOE_OPTIONS, Option, Parser, add_options, moe_config_from
+from openlm_moe.interop.hf_model import TOP_K_NAMES
+from openlm_moe.options import DTYPES, MOE_OPTIONS, Option, Parser, add_options, moe_config_from
 from openlm_moe.telemetry.environment import environment
 from openlm_moe_kernels import backend as backends
 from openlm_moe_kernels.verify import Check, verify_expert_ffn
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIONS = (
     *MODEL_OPTIONS,
     Option("--hf-dir", "folder of a Hugging Face MoE model; its config.json gives the shapes", group="model"),
@@ -36,7 +36,7 @@ HF_NAMES = {
     "dim": ("hidden_size",),
     "hidden_dim": ("moe_intermediate_size", "expert_intermediate_size", "intermediate_size", "ffn_dim"),
     "num_experts": ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts"),
-    "top_k": ("num_experts_per_tok", "moe_topk", "moe_k", "top_k"),
+    "top_k": TOP_K_NAMES,
 }
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from openlm_moe.errors import UserError
-from openlm_moe.options import Parser
+from openlm_moe.options import DTYPES, Parser
 
 EXTRA = ("lm_eval", "accelerate", "transformers", "datasets")  # what the extra `eval` brings
 
@@ -70,7 +70,7 @@ def evaluate_tasks(arguments: argparse.Namespace) -> dict[str, Any]:
     import torch
     from lm_eval import simple_evaluate
 
-    from openlm_moe.interop.lm_eval import DTYPES, make_lm
+    from openlm_moe.interop.lm_eval import make_lm
 
     lm = make_lm(
         arguments.model_dir,

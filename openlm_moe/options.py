@@ -9,9 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from openlm_moe.config import CHOICES, MoEConfig
 
 _DEFAULTS = MoEConfig()
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # as flags name them
 
 
 @dataclass(frozen=True)

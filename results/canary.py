@@ -1,6 +1,6 @@
 """Does dropless MoE beat the dense model of equal active FLOPs at equal tokens, and does the balancing loss balance?
 
-`python results/canary.py [SEED ...]` trains three arms on the embedded corpus, by default with seeds 0, 1 and 2, and
+`python -m results.canary [SEED ...]` trains three arms on the embedded corpus, by default with seeds 0, 1 and 2, and
 writes results/canary.jsonl:
 
 - moe          8 experts, top-2 with normalised weights, hidden 4*dim, in every block, balancing loss
@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 from openlm_moe.main import main as train
-from openlm_moe.telemetry.environment import environment
+from results import records
 
 RECORDS = Path(__file__).with_suffix(".jsonl")
 DIM, STEPS, BATCH, SEQ = 64, 1600, 16, 128
@@ -62,7 +62,7 @@ def run(arm: str, seed: int) -> dict:
         code = train([str(word) for pair in flags.items() for word in pair] + ARMS[arm])
         if code:
             raise SystemExit(code)
-        rows = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
+        rows = records.read(Path(folder) / "run" / "metrics.jsonl")
     valid = [row["valid/stdlib_validation/loss"] for row in rows if "valid/stdlib_validation/loss" in row]
     loads = [value for key, value in _last(rows, "experts/").items() if key.endswith("max_over_mean")]
     return {
@@ -74,7 +74,7 @@ def run(arm: str, seed: int) -> dict:
         "max_over_mean": max(loads, default=1.0),
         "model": MODEL,
         "flags": ARMS[arm],
-        **environment(),
+        **records.origin(),
     }
 
 
@@ -82,25 +82,20 @@ def _last(rows: list[dict], prefix: str) -> dict:
     return next((r for r in reversed(rows) if any(key.startswith(prefix) for key in r)), {})
 
 
-def records() -> list[dict]:
+def committed() -> list[dict]:
     """The committed records of these settings."""
-    lines = RECORDS.read_text().splitlines() if RECORDS.exists() else []
-    return [
-        r
-        for r in map(json.loads, lines)
-        if r["steps"] == STEPS and r["model"] == MODEL and r["flags"] == ARMS[r["arm"]]
-    ]
+    found = records.read(RECORDS)
+    return [r for r in found if r["steps"] == STEPS and r["model"] == MODEL and r["flags"] == ARMS[r["arm"]]]
 
 
 def main(seeds: tuple[int, ...]) -> None:
     """Makes the records that are missing, one line each as it is done."""
-    done = {(r["arm"], r["seed"]) for r in records()}
+    done = {(r["arm"], r["seed"]) for r in committed()}
     for seed in seeds:
         for arm in ARMS:
             if (arm, seed) not in done:
                 record = run(arm, seed)
-                with RECORDS.open("a") as file:
-                    file.write(json.dumps(record) + "\n")
+                records.append(RECORDS, record)
                 print(arm, seed, record["valid_loss"], record["max_over_mean"], flush=True)
 
 

@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from openlm_moe.config import MoEConfig
 from openlm_moe.data.cache import cache_root
 from openlm_moe.data.corpus import embedded_corpus
 from openlm_moe.hosts.builtin.args import parse_args
@@ -194,7 +193,7 @@ def counts(argv: list[str]) -> dict[str, Any]:
     """Parameters and active FLOPs of the run's model."""
     args = parse_args(argv)
     params, moe = load_model(args.model, vars(args), args.moe)
-    count = count_parameters(params, moe if isinstance(moe, MoEConfig) else args.moe)
+    count = count_parameters(params, moe)
     return {
         "parameters": {
             "total": count.total,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -57,14 +58,19 @@ def _learning_rates(stage: dict[str, Any], arm: str, queue: dict[str, Any], done
 
 def tuned_lr(size: str, arm: str, queue: dict[str, Any], done: dict[Run, dict[str, Any]]) -> float | None:
     """The learning rate of the lowest validation loss at seed 0; None until every rate has been tried."""
+    losses = tuning_losses(size, arm, queue, done)
+    return min(losses, key=lambda lr: losses[lr]) if len(losses) == len(queue["learning_rates"]) else None
+
+
+def tuning_losses(size: str, arm: str, queue: dict[str, Any], done: dict[Run, dict[str, Any]]) -> dict[float, float]:
+    """{learning rate tried so far: validation loss at seed 0}; that of a run that diverged is infinite."""
     tokens = next(s["tokens"] for s in queue["stages"] if s["size"] == size and s["lr"] == "all" and arm in s["arms"])
-    losses = {}
-    for lr in queue["learning_rates"]:
-        record = done.get(Run(size, arm, lr, 0, tokens))
-        if record is None:
-            return None
-        losses[lr] = float("inf") if record["valid_loss"] is None else record["valid_loss"]
-    return min(losses, key=lambda lr: losses[lr])
+    found = {lr: done.get(Run(size, arm, lr, 0, tokens)) for lr in queue["learning_rates"]}
+    return {
+        lr: math.inf if record["valid_loss"] is None else record["valid_loss"]
+        for lr, record in found.items()
+        if record is not None
+    }
 
 
 def model_values(size: dict[str, Any]) -> dict[str, Any]:

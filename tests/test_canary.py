@@ -1,16 +1,8 @@
 """dMoE with 8 experts beats the dense model of equal active FLOPs; the balancing loss balances: records, and anew."""
 
-import importlib.util
-
 import pytest
 
-
-@pytest.fixture(scope="module")
-def canary(repo_root):
-    spec = importlib.util.spec_from_file_location("canary", repo_root / "results" / "canary.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from results import canary
 
 
 def assert_sings(moe, no_balance, dense):
@@ -18,14 +10,14 @@ def assert_sings(moe, no_balance, dense):
     assert moe["max_over_mean"] < no_balance["max_over_mean"]
 
 
-def test_the_records_of_three_seeds(canary):
-    by = {(r["arm"], r["seed"]): r for r in canary.records()}
+def test_the_records_of_three_seeds():
+    by = {(r["arm"], r["seed"]): r for r in canary.committed()}
     assert by.keys() == {(arm, seed) for arm in canary.ARMS for seed in canary.SEEDS}
     for seed in canary.SEEDS:
         assert_sings(by["moe", seed], by["no_balance", seed], by["dense", seed])
 
 
-def test_the_arms_have_equal_active_flops(canary):
+def test_the_arms_have_equal_active_flops():
     from openlm_moe.hosts.builtin.args import OPTIONS
     from openlm_moe.options import Parser, add_options, moe_config_from
 
@@ -40,5 +32,5 @@ def test_the_arms_have_equal_active_flops(canary):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_another_seed(canary):
+def test_another_seed():
     assert_sings(*(canary.run(arm, 3) for arm in ("moe", "no_balance", "dense")))

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from openlm_moe.bench.contenders import routing as make_routing
-from openlm_moe.bench.measure import DTYPES, in_own_process, interleaved, machine, summary, write_json
+from openlm_moe.bench.measure import in_own_process, interleaved, machine, summary, write_json
 from openlm_moe.bench.shapes import Shape, add_shape_arguments, chosen_shapes, routings
+from openlm_moe.options import DTYPES
 from openlm_moe_kernels import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad, route_plan
 
 FLOOR = "dense"

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from openlm_moe.bench import contenders
-from openlm_moe.bench.measure import DTYPES, in_own_process, interleaved, machine, summary, write_json
+from openlm_moe.bench.measure import in_own_process, interleaved, machine, summary, write_json
 from openlm_moe.bench.shapes import Shape, add_shape_arguments, chosen_shapes, routings
+from openlm_moe.options import DTYPES
 
 FLOOR, OURS = "dense", "openlm_moe"
 

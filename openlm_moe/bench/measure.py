@@ -24,7 +24,6 @@ TUNED_MALLOC = {
     "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
     "MALLOC_TOP_PAD_": str(256 << 20),
 }
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def interleaved(functions: Mapping[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, list[float]]:

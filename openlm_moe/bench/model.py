@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from openlm_moe.bench.measure import DTYPES, in_own_process, interleaved, machine, summary, write_json
+from openlm_moe.bench.measure import in_own_process, interleaved, machine, summary, write_json
 from openlm_moe.config import MoEConfig
 from openlm_moe.errors import UserError
-from openlm_moe.options import MOE_OPTIONS, add_options, moe_config_from
+from openlm_moe.options import DTYPES, MOE_OPTIONS, add_options, moe_config_from
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from openlm_moe.bench.measure import DTYPES, interleaved, machine
+from openlm_moe.bench.measure import interleaved, machine
 from openlm_moe.bench.shapes import SHAPES, Shape
 from openlm_moe.errors import UserError
+from openlm_moe.options import DTYPES
 
 if TYPE_CHECKING:
     from openlm_moe.bench.products import Case, Product

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ import torch
 from torch import Tensor
 
 from openlm_moe.errors import UserError
-from openlm_moe.interop.hf_model_files import CARRIED
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # safetensors' names of the dtypes that weights may have here
@@ -123,34 +121,6 @@ def parse_size(text: str) -> int:
     if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
         raise ValueError(text)
     return max(1, int(float(match[1]) * _UNITS[match[2].upper()]))
-
-
-@contextmanager
-def complete_folder(output: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `output` when all went well, and is removed otherwise."""
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"{output} exists already; name another folder")
-    aside = output.with_name(f".writing-{output.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    try:
-        yield aside
-        if output.exists():
-            output.rmdir()  # it is empty
-        aside.rename(output)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def carry(places: Iterable[Path], output: Path) -> Path | None:
-    """Copies the tokenizer's and the like's files of the first of `places` that has any; returns that place."""
-    for place in places:
-        names = [name for name in CARRIED if (place / name).is_file()]
-        for name in names:
-            shutil.copyfile(place / name, output / name)
-        if names:
-            return place
-    return None
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -5,7 +5,9 @@ Shapes: D model dim, F expert hidden dim, E experts.
 
 from __future__ import annotations
 
+import argparse
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -16,9 +18,9 @@ from openlm_moe import MoEConfig
 from openlm_moe.errors import UserError
 from openlm_moe.hosts.builtin.count import build_on_meta
 from openlm_moe.hosts.builtin.params import ModelParams
+from openlm_moe.options import DTYPES
 from openlm_moe.parallel.state import get_state
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ROUTER = "feed_forward.router.weight"
 _LISTED = 20
 
@@ -40,6 +42,17 @@ class Link:
         return part.transpose(-1, -2) if self.transposed else part
 
 
+def add_dtype_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `chosen_dtype` reads."""
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="dtype of the weights; default: as they are stored")
+    parser.add_argument(
+        "--router-dtype",
+        choices=(*DTYPES, "stored"),
+        default="fp32",
+        help="dtype of the routers' weights (default fp32); stored: as they are stored",
+    )
+
+
 def our_tensors(params: ModelParams, moe: MoEConfig) -> dict[str, Tensor]:
     """Every tensor of the built-in model by its name in checkpoints, on the meta device.
 
@@ -51,6 +64,14 @@ def our_tensors(params: ModelParams, moe: MoEConfig) -> dict[str, Tensor]:
 def independent(tensors: Mapping[str, Tensor], params: ModelParams) -> dict[str, Tensor]:
     """`tensors` without the head where it is the embedding."""
     return {name: t for name, t in tensors.items() if not (params.weight_tying and name == "output.weight")}
+
+
+def by_ours(links: Iterable[Link]) -> dict[str, list[Link]]:
+    """The links of each of our tensors."""
+    out: dict[str, list[Link]] = defaultdict(list)
+    for link in links:
+        out[link.ours].append(link)
+    return out
 
 
 def check_links(links: Iterable[Link], ours: Mapping[str, Tensor], hf: Shapes, where: str) -> None:

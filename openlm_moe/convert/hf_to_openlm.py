@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,12 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from openlm_moe import MoEConfig, __version__
 from openlm_moe.convert import hf_custom, hf_mixtral
-from openlm_moe.convert.hf_folder import Weights, carry, complete_folder, read_config
+from openlm_moe.convert.hf_folder import Weights, read_config
 from openlm_moe.convert.hf_links import (
-    DTYPES,
     Link,
+    add_dtype_arguments,
     assemble,
+    by_ours,
     check_links,
     chosen_dtype,
     independent,
@@ -32,6 +32,7 @@ from openlm_moe.convert.hf_links import (
 )
 from openlm_moe.errors import UserError
 from openlm_moe.hosts.builtin.params import ModelParams
+from openlm_moe.interop.hf_model_files import carry, complete_folder
 from openlm_moe.parallel.checkpoint import Checkpointer
 
 MODEL_FILE = "model.json"
@@ -44,13 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, help="Hugging Face folder")
     parser.add_argument("output", type=Path, help="folder to make")
     parser.add_argument("--seq-len", type=int, help="context of the model; default: the folder's")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="dtype of the weights; default: as they are stored")
-    parser.add_argument(
-        "--router-dtype",
-        choices=(*DTYPES, "stored"),
-        default="fp32",
-        help="dtype of the routers' weights (default fp32); stored: as they are in the folder",
-    )
+    add_dtype_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -62,9 +57,7 @@ def run(arguments: argparse.Namespace) -> None:
     links = find_links(config, params, moe, weights)
     check_links(links, independent(ours, params), weights.shapes, str(arguments.folder))
 
-    parts: dict[str, list[Link]] = defaultdict(list)
-    for link in links:
-        parts[link.ours].append(link)
+    parts = by_ours(links)
     if params.weight_tying:
         parts["output.weight"] = parts["tok_embeddings.weight"]
     targets: dict[str, Tensor] = {}

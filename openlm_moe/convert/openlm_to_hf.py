@@ -7,12 +7,10 @@ its own code in the folder (loaded with trust_remote_code=True), which needs tra
 from __future__ import annotations
 
 import argparse
-import hashlib
+import contextlib
 import json
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,22 +18,23 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from openlm_moe import MoEConfig
 from openlm_moe.convert import hf_custom, hf_mixtral
-from openlm_moe.convert.hf_folder import Spec, carry, complete_folder, parse_size, read_config, write_weights
+from openlm_moe.convert.hf_folder import Spec, parse_size, read_config, write_weights
 from openlm_moe.convert.hf_links import (
-    DTYPES,
     Link,
+    add_dtype_arguments,
+    by_ours,
     check_links,
     check_same,
     chosen_dtype,
     independent,
     our_tensors,
 )
-from openlm_moe.data.corpus import embedded_tokenizer
 from openlm_moe.data.tokenizer import END_TOKENS
 from openlm_moe.errors import UserError
 from openlm_moe.hosts.builtin.params import ModelParams
-from openlm_moe.hosts.builtin.run_folder import PARAMS_FILE
-from openlm_moe.hosts.builtin.saving import find_checkpoint, read_state
+from openlm_moe.hosts.builtin.run_folder import embedded_tokenizer_of
+from openlm_moe.hosts.builtin.saving import find_checkpoint, model_of, read_state
+from openlm_moe.interop.hf_model_files import carry, complete_folder
 from openlm_moe.parallel.checkpoint import read_checked_index
 from openlm_moe.parallel.safe_reader import read_tensors
 
@@ -49,13 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="auto: a Mixtral where the model is one, otherwise a custom model (default)",
     )
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="dtype of the weights; default: as they are stored")
-    parser.add_argument(
-        "--router-dtype",
-        choices=(*DTYPES, "stored"),
-        default="fp32",
-        help="dtype of the routers' weights (default fp32)",
-    )
+    add_dtype_arguments(parser)
     parser.add_argument(
         "--expert-names",
         choices=("each", "stacked"),
@@ -70,7 +63,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Converts, and says what was written."""
     checkpoint = find_checkpoint(str(arguments.checkpoint))
     state = read_state(checkpoint)
-    params, moe = describe(state, checkpoint)
+    params, moe = model_of(state, checkpoint)
     mixtral = is_mixtral(params, moe, arguments.format)
     base = state.get("hf_config", {})
     if base.get("model_type") != ("mixtral" if mixtral else hf_custom.MODEL_TYPE):
@@ -108,16 +101,6 @@ def run(arguments: argparse.Namespace) -> None:
     )
 
 
-def describe(state: dict[str, Any], checkpoint: Path) -> tuple[ModelParams, MoEConfig]:
-    """The model of a checkpoint. Raises `UserError` where it does not say, or is Hugging Face's own."""
-    if "model" not in state or "moe" not in state:
-        raise UserError(f"checkpoint {checkpoint} does not say what model it is of; only the trainer's own do")
-    if "family" in state["model"]:
-        raise UserError(f"checkpoint {checkpoint} was trained by --hf-model, whose run wrote a folder of its own: hf/")
-    values = dict(state["model"])
-    return ModelParams(dim=values.pop("hidden_dim"), **values), MoEConfig.from_dict(state["moe"])
-
-
 def is_mixtral(params: ModelParams, moe: MoEConfig, wanted: str) -> bool:
     """Whether to export a Mixtral. Raises `UserError` if that is wanted and cannot be."""
     hf_custom.refuse(moe)
@@ -139,10 +122,7 @@ def stored_tensors(index: Metadata) -> dict[str, Tensor]:
 
 def tensors(checkpoint: Path, links: list[Link], stored: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """The other side's tensors with their names; one of ours is held at a time."""
-    parts: dict[str, list[Link]] = defaultdict(list)
-    for link in links:
-        parts[link.ours].append(link)
-    for name, out in parts.items():
+    for name, out in by_ours(links).items():
         whole = torch.empty(stored[name].shape, dtype=stored[name].dtype)
         read_tensors({"model": {name: whole}}, checkpoint, alone=True)
         for link in out:
@@ -160,11 +140,8 @@ def tokenizer_places(given: Path | None, named: Path, checkpoint: Path) -> Itera
     runs = [named, *checkpoint.parents[:2]]
     yield from runs
     for run in runs:
-        file = run / PARAMS_FILE
-        record = json.loads(file.read_text()).get("corpus") if file.is_file() else None
-        if record:
-            tokenizer = Path(embedded_tokenizer())
-            if hashlib.sha256(tokenizer.read_bytes()).hexdigest() == record["tokenizer_sha256"]:
+        with contextlib.suppress(UserError):  # another Python's corpus: the model goes without its tokenizer
+            if tokenizer := embedded_tokenizer_of(run):
                 yield tokenizer.parent
 
 

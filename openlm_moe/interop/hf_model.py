@@ -25,7 +25,8 @@ from openlm_moe.errors import UserError
 from openlm_moe.interop.hf_experts import NAME, fused_activation, register
 from openlm_moe.layers.losses import LayerStats, LossCollector, count_tokens
 
-_TOP_K = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k")  # names in the families' configs; the first present wins
+# names in the families' configs; the first present wins
+TOP_K_NAMES = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k")
 
 
 class HFModel(nn.Module):
@@ -219,9 +220,9 @@ def _text(config: Any) -> Any:
 
 def _moe_config(model: nn.Module, folder: Path) -> MoEConfig:
     config = _text(model.config)
-    top_k = next((getattr(config, name) for name in _TOP_K if getattr(config, name, None)), None)
+    top_k = next((getattr(config, name) for name in TOP_K_NAMES if getattr(config, name, None)), None)
     if top_k is None:
-        raise UserError(f"{folder / 'config.json'} has none of {', '.join(_TOP_K)}")
+        raise UserError(f"{folder / 'config.json'} has none of {', '.join(TOP_K_NAMES)}")
     first = experts_of(model)[0][1]
     coefficient = auxiliary_coefficient(model)
     return MoEConfig(

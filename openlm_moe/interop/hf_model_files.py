@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -103,19 +103,46 @@ def gather(model: HFModel) -> dict[str, Tensor] | None:
 def write(state: dict[str, Tensor], folder: Path, config: Any, origin: Path) -> None:
     """A Hugging Face folder of the weights `state`: safetensors, config, and what else `origin` has beside weights.
 
-    Complete or not there at all: it is written beside `folder` and renamed. The weights are fp32, as they were
+    It replaces what is there when it is complete. The weights are fp32, as they were
     trained, so that the folder's model computes what the trained one does.
     """
-    aside = folder.with_name(f".writing-{folder.name}")
+    with complete_folder(folder, replace=True) as aside:
+        with quiet():
+            build_on_meta(config).save_pretrained(aside, state_dict=state)
+        carry([origin], aside)
+
+
+@contextmanager
+def complete_folder(output: Path, replace: bool = False) -> Iterator[Path]:
+    """A folder to write into, which becomes `output` when all went well, and is removed otherwise.
+
+    Unless it may `replace` it, raises `UserError` where `output` exists with anything in it.
+    """
+    if not replace and output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"{output} exists already; name another folder")
+    aside = output.with_name(f".writing-{output.name}")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    with quiet():
-        build_on_meta(config).save_pretrained(aside, state_dict=state)
-    for name in CARRIED:
-        if (origin / name).is_file():
-            shutil.copyfile(origin / name, aside / name)
-    shutil.rmtree(folder, ignore_errors=True)
-    aside.rename(folder)
+    try:
+        yield aside
+        if replace:
+            shutil.rmtree(output, ignore_errors=True)
+        elif output.exists():
+            output.rmdir()  # it is empty
+        aside.rename(output)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def carry(places: Iterable[Path], output: Path) -> Path | None:
+    """Copies the tokenizer's and the like's files of the first of `places` that has any; returns that place."""
+    for place in places:
+        names = [name for name in CARRIED if (place / name).is_file()]
+        for name in names:
+            shutil.copyfile(place / name, output / name)
+        if names:
+            return place
+    return None
 
 
 @contextmanager

@@ -5,8 +5,6 @@ Both are scored by the harness's own HFLM, so that a difference between them is 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,21 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from openlm_moe.config import MoEConfig
-from openlm_moe.data.corpus import embedded_tokenizer
 from openlm_moe.data.tokenizer import END_TOKENS
 from openlm_moe.errors import UserError
 from openlm_moe.hosts.builtin.generate import generate
 from openlm_moe.hosts.builtin.model import Transformer
-from openlm_moe.hosts.builtin.params import ModelParams
-from openlm_moe.hosts.builtin.run_folder import PARAMS_FILE
-from openlm_moe.hosts.builtin.saving import find_checkpoint, read_state
+from openlm_moe.hosts.builtin.run_folder import embedded_tokenizer_of
+from openlm_moe.hosts.builtin.saving import find_checkpoint, model_of, read_state
 from openlm_moe.interop.hf_experts import NAME, register
 from openlm_moe.interop.hf_model import experts_of, read_config
 from openlm_moe.interop.hf_model_files import quiet
 from openlm_moe.parallel import Checkpointer
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def make_lm(
@@ -86,16 +79,9 @@ def load_hf(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -
 
 def load_native(checkpoint: Path) -> Transformer:
     """The built-in model of a checkpoint, whole and in this process. Raises `UserError`."""
-    state = read_state(checkpoint)
-    if "family" in state.get("model", {}):
-        exports = checkpoint.parent.parent / "hf"
-        raise UserError(f"{checkpoint} is of a Hugging Face model; give the folder that its run wrote into {exports}")
-    if "model" not in state or "moe" not in state:
-        raise UserError(f"checkpoint {checkpoint} does not say what model it is of")
-    sizes = dict(state["model"])
-    params = ModelParams(dim=sizes.pop("hidden_dim"), **sizes)
+    params, moe = model_of(read_state(checkpoint), checkpoint)
     with torch.device("meta"):
-        model = Transformer(params, MoEConfig.from_dict(state["moe"]))
+        model = Transformer(params, moe)
     model.to_empty(device="cpu").tie_weights()
     reader = Checkpointer(checkpoint.parent)
     reader.load(checkpoint, model, None)
@@ -115,7 +101,7 @@ def load_tokenizer(given: Path | None, places: list[Path], trust_remote_code: bo
                 raise UserError(f"the tokenizer in {place} cannot be used: {str(error).splitlines()[0]}") from None
         file = place if place.is_file() else place / "tokenizer.json"
         if not file.is_file() and given is None:
-            file = _embedded_tokenizer(place) or file
+            file = embedded_tokenizer_of(place) or file
         if file.is_file():
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file))
             known = [token for token in END_TOKENS if token in tokenizer.get_vocab()]
@@ -124,18 +110,6 @@ def load_tokenizer(given: Path | None, places: list[Path], trust_remote_code: bo
             return tokenizer
     listed = ", ".join(map(str, places)) if given is None else str(given)
     raise UserError(f"there is no tokenizer.json in {listed}; name it with --tokenizer")
-
-
-def _embedded_tokenizer(run: Path) -> Path | None:
-    """The embedded corpus's tokenizer if the run in this folder used it. Raises `UserError` if it differs here."""
-    path = run / PARAMS_FILE
-    record = json.loads(path.read_text()).get("corpus") if path.is_file() else None
-    if not record:
-        return None
-    file = Path(embedded_tokenizer())
-    if hashlib.sha256(file.read_bytes()).hexdigest() != record["tokenizer_sha256"]:
-        raise UserError(f"the embedded corpus of this Python has another tokenizer than {run}; use that of the run")
-    return file
 
 
 class NativeModel(nn.Module):

@@ -16,9 +16,9 @@ from openlm_moe.hosts.builtin.build import fsdp_precision
 from openlm_moe.hosts.builtin.params import load_model
 from openlm_moe.options import Option, add_options, moe_config_from
 from openlm_moe.parallel.mesh import expert_parallel_size
+from openlm_moe.plan.comparison import comparison
 from openlm_moe.plan.gpus import GPU, GPUS, find_gpu
 from openlm_moe.plan.job import Job
-from openlm_moe.plan.published import comparison
 from openlm_moe.plan.report import as_dict, as_text
 
 PLAN_OPTIONS = (

@@ -1,82 +1,32 @@
-"""The published throughput table of open_lm's MoE beside the roofline, and where they part."""
+"""The published table of open_lm's MoE, as kept in published.json with its source."""
 
 from __future__ import annotations
 
-from openlm_moe import MoEConfig
-from openlm_moe.hosts.builtin.params import load_model_params
-from openlm_moe.plan.gpus import GPUS
-from openlm_moe.plan.job import Job
-from openlm_moe.plan.throughput import StepTime, estimate_step
+import json
+from pathlib import Path
+from typing import Any
 
-SOURCE = "https://github.com/mlfoundations/open_lm/blob/main/MOE.md"
-# model -> nodes of 8 A100, thousand tokens/s/GPU dense, and with 8 experts in every other layer
-PUBLISHED: dict[str, tuple[int, float, float]] = {
-    "open_lm_41m": (1, 141.2, 69.5),
-    "open_lm_87m": (1, 106.0, 66.6),
-    "open_lm_160m": (1, 95.5, 66.2),
-    "open_lm_410m": (2, 30.3, 18.5),
-    "open_lm_830m": (4, 16.0, 9.2),
-}
-SEQUENCES_PER_GPU, ACCUMULATION = 8, 4  # --batch-size 8 --accum-freq 4 in the published command
-GPU_NAME = "A100-80"
+FILE = Path(__file__).with_suffix(".json")
+_TABLE = json.loads(FILE.read_text())
+SOURCE: str = _TABLE["source"]
+WHAT: str = _TABLE["what"]
+# model -> nodes of 8 GPUs; by number of experts: perplexity, thousand tokens/s/GPU, parameters
+MODELS: dict[str, dict[str, Any]] = _TABLE["models"]
 
 
-def published_job(model: str, experts: int) -> Job:
-    """The published command for `model`, with our dropless layers in place of MegaBlocks' capacity ones."""
-    nodes, _, _ = PUBLISHED[model]
-    return Job(
-        params=load_model_params(model, {"model_norm": "gain_only_layer_norm"}),
-        moe=MoEConfig(num_experts=experts),
-        gpus=8 * nodes,
-        global_batch_size=8 * nodes * SEQUENCES_PER_GPU,
-        accum_freq=ACCUMULATION,
-        fsdp="amp",
-    )
+def perplexity_ratio(model: str, experts: int, over: int = 1) -> float | None:
+    """Published perplexity with `experts` experts over that with `over`; None where one of them was not published."""
+    found = MODELS[model]["perplexity"]
+    if str(experts) not in found or str(over) not in found:
+        return None
+    return found[str(experts)] / found[str(over)]
 
 
-def estimated_step(model: str, experts: int) -> StepTime:
-    """The roofline's step time for `published_job`."""
-    return estimate_step(published_job(model, experts), GPUS[GPU_NAME])
+def throughput(model: str, experts: int) -> float:
+    """Published thousand tokens/s/GPU with 8 experts in every other layer, or of the dense model (0 or 1 experts)."""
+    return MODELS[model]["kilotokens_per_second_per_gpu"][str(experts or 1)]
 
 
-# Share of the bound that the published dense runs reach: what to expect of a careful implementation. A test keeps it.
-REACHED = (0.30, 0.44)
-
-
-def reached(model: str, experts: int) -> float:
-    """Published throughput over the roofline's bound."""
-    _, dense, moe = PUBLISHED[model]
-    return (moe if experts else dense) * 1e3 / estimated_step(model, experts).tokens_per_second_per_gpu
-
-
-def comparison() -> str:
-    """Published and bounded throughput side by side, in Markdown, with what the difference says."""
-    steps = {(model, e): estimated_step(model, e) for model in PUBLISHED for e in (0, 8)}
-    shares = {(model, e): reached(model, e) for model, e in steps}
-    lines = [
-        f"Thousand tokens/s/GPU on {GPU_NAME}: published by open_lm ({SOURCE}), and the roofline of `openlm_moe.plan`.",
-        "",
-        "| model | experts | published | bound | published / bound | bound by |",
-        "|---|---|---|---|---|---|",
-    ]
-    for (model, experts), step in steps.items():
-        published, bound = PUBLISHED[model][2 if experts else 1], step.tokens_per_second_per_gpu / 1e3
-        share = shares[model, experts]
-        lines.append(f"| {model} | {experts or 1} | {published:.1f} | {bound:.1f} | {share:.2f} | {step.bound} |")
-    lines += ["", "| model | MoE / dense published | MoE / dense bound |", "|---|---|---|"]
-    for model, (_, dense, moe) in PUBLISHED.items():
-        bounds = [steps[model, e].tokens_per_second_per_gpu for e in (0, 8)]
-        lines.append(f"| {model} | {moe / dense:.2f} | {bounds[1] / bounds[0]:.2f} |")
-    low, high = ([f(shares[model, e] for model in PUBLISHED) for e in (0, 8)] for f in (min, max))
-    furthest = min(PUBLISHED, key=lambda model: shares[model, 8])
-    lines += [
-        "",
-        "Where it is off. The roofline is a bound, not a forecast: every operation runs at the maker's peak or at full",
-        "memory bandwidth, and only FSDP's traffic that computation cannot hide costs time. The published dense runs",
-        f"reach {low[0]:.2f} to {high[0]:.2f} of it, those with 8 experts {low[1]:.2f} to {high[1]:.2f}; {furthest} is",
-        "furthest away, probably because its operations are short and what the roofline leaves out (data loading, host",
-        "work beyond launches, gaps between kernels) weighs most there. The published MoE is also another computation",
-        "than the bound's: expert capacity 1.25 computes a quarter more rows, padding included, with MegaBlocks'",
-        "kernels, where dropless layers compute the routed rows alone.",
-    ]
-    return "\n".join(lines) + "\n"
+def throughput_ratio(model: str) -> float:
+    """Published tokens a second with 8 experts over those of the dense model."""
+    return throughput(model, 8) / throughput(model, 1)

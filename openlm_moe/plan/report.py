@@ -8,10 +8,10 @@ from typing import Any
 from openlm_moe.hosts.builtin.count import count_parameters, flops_per_token, short_count
 from openlm_moe.plan.advice import advise
 from openlm_moe.plan.communication import collectives
+from openlm_moe.plan.comparison import REACHED
 from openlm_moe.plan.gpus import GPU
 from openlm_moe.plan.job import Job
 from openlm_moe.plan.memory import available, estimate_memory
-from openlm_moe.plan.published import REACHED
 from openlm_moe.plan.throughput import estimate_step
 
 GIB = 2**30

@@ -32,8 +32,7 @@ def _perplexity(axes: Any, sweep: Sweep) -> None:
             mean, at = sum(found) / len(found), len(names)
             error = [[mean - min(found)], [max(found) - mean]]
             axes.errorbar([at], [mean], error, fmt="o", ms=7, capsize=4, color=colour)
-            dropped = sum(r["dropped"] for r in arm.runs.values()) / len(arm.runs)
-            text = f"{mean:.3f}" + (f"\n{dropped:.1%} dropped" if name.startswith("capacity") else "")
+            text = f"{mean:.3f}" + (f"\n{arm.dropped:.1%} dropped" if name.startswith("capacity") else "")
             axes.annotate(text, (at, mean), xytext=(8, 0), textcoords="offset points", va="center", fontsize="x-small")
             names.append(name)
     if not names:

@@ -11,6 +11,7 @@ import matplotlib
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
+from openlm_moe.plan import published
 from results.records import RESULTS
 
 HERE = Path(__file__).parent
@@ -42,8 +43,8 @@ def save(figure: Any, path: Path) -> None:
 
 def digest() -> str:
     """SHA-256 of all that figures are drawn from."""
-    data = (RESULTS / name for name in ("sweep.jsonl", "sweep_queue.json", "throughput/record.jsonl", "published.json"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in data)).hexdigest()
+    own = [RESULTS / name for name in ("sweep.jsonl", "sweep_queue.json", "throughput/record.jsonl")]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in (*own, published.FILE))).hexdigest()
 
 
 def digest_of(path: Path) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from results.figures.drawing import COLOURS, empty, panels, save
 from results.tables.questions import SIZE
-from results.tables.runs import Record, Sweep
+from results.tables.runs import Sweep, load_curve
 
 NAME = "expert_load.png"
 ARMS = ("dmoe-8", "balance-0.01", "bias-balance", "no-balance", "dmoe-8-norm", "dmoe-32")
@@ -19,7 +19,7 @@ def draw(out: Path) -> None:
     for name, colour in zip(ARMS, COLOURS, strict=False):
         arm = sweep.arm(SIZE, name)
         if arm.any_run is not None:
-            axes.plot(*zip(*worst_layer(arm.any_run), strict=True), color=colour, lw=1.4, label=arm.what)
+            axes.plot(*zip(*load_curve(arm.any_run), strict=True), color=colour, lw=1.4, label=arm.what)
             drawn += 1
     if drawn:
         axes.set(title="load of the busiest expert over the mean", xlabel="tokens", ylabel="max / mean", yscale="log")
@@ -32,9 +32,3 @@ def draw(out: Path) -> None:
     else:
         empty(axes, "sweep")
     save(figure, out / NAME)
-
-
-def worst_layer(record: Record) -> list[tuple[float, float]]:
-    """[(tokens, the largest max / mean of any layer)]."""
-    curves = [values for name, values in record["load"].items() if name.endswith("/max_over_mean")]
-    return [(points[0][0], max(value for _, value in points)) for points in zip(*curves, strict=True)]

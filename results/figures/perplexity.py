@@ -8,7 +8,7 @@ from typing import Any
 from openlm_moe import MoEConfig
 from openlm_moe.hosts.builtin.count import flops_per_token
 from openlm_moe.hosts.builtin.params import load_model_params
-from results import published
+from openlm_moe.plan import published
 from results.figures.drawing import COLOURS, empty, panels, save
 from results.tables.runs import Sweep
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from results import published
+from openlm_moe.plan import published
 from results.figures.drawing import COLOURS, panels, save
 from results.tables.throughput import bound, measured, newest
 

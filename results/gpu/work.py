@@ -23,6 +23,7 @@ from openlm_moe.hosts.builtin.model import Transformer
 from openlm_moe.hosts.builtin.params import load_model_params
 from openlm_moe.plan.job import Job
 from openlm_moe.plan.memory import estimate_memory
+from results import records
 
 VOCAB, SEQ_LEN, BATCH = 256, 128, 8
 EARLY = 10  # steps whose losses must be the CPU's
@@ -123,12 +124,15 @@ def losses(options: argparse.Namespace, name: str, backend: str, env: dict[str, 
     }
     command = [sys.executable, "-m", "openlm_moe.main", *(str(word) for pair in flags.items() for word in pair)]
     subprocess.run(command, check=True, env={**os.environ, **env})
-    rows = map(json.loads, (options.folder / name / "metrics.jsonl").read_text().splitlines())
+    rows = records.read(options.folder / name / "metrics.jsonl")
     return [row["train/loss"] for row in rows if "train/loss" in row]
 
 
 def write_data(folder: Path, samples: int) -> None:
-    """One shard of sequences that can be learnt: most tokens follow from the one before."""
+    """One shard of sequences that can be learnt: most tokens follow from the one before.
+
+    Written with tarfile, since the machine may lack webdataset, which `openlm_moe.data.shards.write_shard` needs.
+    """
     generator = torch.Generator().manual_seed(0)
     follows = torch.randperm(VOCAB, generator=generator)
     sequences = torch.randint(0, VOCAB, (samples, SEQ_LEN + 1), generator=generator)

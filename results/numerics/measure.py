@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from openlm_moe.options import DTYPES
 from openlm_moe_kernels import expert_ffn, grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad, route_plan
 from results import records
 
 RECORDS = Path(__file__).parent / "record.jsonl"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # name -> rows of each group, K, N
 PRODUCTS: dict[str, tuple[list[int], int, int]] = {
     "MegaBlox report 1: M 32, K = N = 96, one row each": ([1] * 32, 96, 96),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from results import published, records
+from openlm_moe.plan import published
+from results import records
 from results.tables import ladder, layer, numerics, throughput
 from results.tables.markdown import NOT_RUN
 from results.tables.questions import SIZE, canary_arms
@@ -55,7 +56,7 @@ def _throughput() -> str:
 
 def _layer() -> str:
     found = layer.newest()
-    best = [min((c for c in r["results"] if c != "dense"), key=lambda c: r["results"][c]["ratio"]) for r in found]
+    best = [layer.fastest(r) for r in found]
     ours = [r["results"][layer.OURS]["ratio"] for r in found]
     return (
         f"- One layer over a dense one of the same FLOPs: {min(ours):.2f} to {max(ours):.2f} of its time; the "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from results import published
+from openlm_moe.plan import published
 from results.tables.markdown import NOT_RUN, mean_and_range, number, table
 from results.tables.runs import Arm, Sweep, ratios
 
@@ -43,7 +43,6 @@ def _row(arm: Arm, dense: Arm) -> list[object]:
         return [arm.what, *[NOT_RUN] * 7]
     count = record["parameters"]
     rate = f"{arm.lr:g}" if arm.tried == arm.rates else f"{arm.lr:g}, {arm.tried} of {arm.rates} tried"
-    dropped = sum(r["dropped"] for r in arm.runs.values()) / len(arm.runs)
     return [
         arm.what,
         f"{count['total'] / 1e6:.2f}M, {count['active'] / 1e6:.2f}M",
@@ -51,7 +50,7 @@ def _row(arm: Arm, dense: Arm) -> list[object]:
         len(arm.runs),
         mean_and_range(arm.perplexities),
         mean_and_range(ratios(arm, dense), 3),
-        f"{dropped:.1%}",
+        f"{arm.dropped:.1%}",
         rate,
     ]
 

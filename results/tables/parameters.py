@@ -5,7 +5,7 @@ from __future__ import annotations
 from openlm_moe import MoEConfig
 from openlm_moe.hosts.builtin.count import count_parameters, short_count
 from openlm_moe.hosts.builtin.params import load_model_params
-from results import published
+from openlm_moe.plan import published
 from results.tables.markdown import table
 
 

@@ -11,7 +11,7 @@ from results.tables.runs import Sweep
 
 FILES = {
     "sweep.jsonl": "`OMP_NUM_THREADS=1 python -m results.sweep`, two at a time",
-    "canary.jsonl": "`python results/canary.py`",
+    "canary.jsonl": "`python -m results.canary`",
     "throughput/record.jsonl": "`python -m results.throughput.measure`",
     "layer/record.jsonl": "`python -m results.layer.measure`",
     "numerics/record.jsonl": "`python -m results.numerics.measure`",

@@ -6,7 +6,7 @@ from typing import Any
 
 from results.records import RESULTS, read
 from results.tables.markdown import NOT_RUN, mean_and_range, table
-from results.tables.runs import Arm, Sweep, heaviest_load, ratios
+from results.tables.runs import Arm, Sweep, load_curve, ratios
 
 SIZE, MATCHED = "0.1M", "dense-2x"
 # question -> arms; each is compared with the first on the seeds that both have
@@ -38,7 +38,7 @@ def _row(question: str, arm: Arm, first: Arm) -> list[object]:
     record = arm.any_run
     if record is None:
         return [question, arm.what, 0, *[NOT_RUN] * 5]
-    loads = [load for r in arm.runs.values() if (load := heaviest_load(r)) is not None]
+    loads = [curve[-1][1] for r in arm.runs.values() if (curve := load_curve(r))]
     return [
         question,
         arm.what,
@@ -47,7 +47,7 @@ def _row(question: str, arm: Arm, first: Arm) -> list[object]:
         mean_and_range(ratios(arm, first), 3),
         f"{record['flops_per_token'] / 1e6:.2f}",
         mean_and_range(loads),
-        f"{sum(r['dropped'] for r in arm.runs.values()) / len(arm.runs):.1%}",
+        f"{arm.dropped:.1%}",
     ]
 
 

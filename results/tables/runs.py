@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from results import records
-from results.sweep_queue import RECORDS_FILE, Run, finished, read_queue, stage_runs, tuned_lr
+from results.sweep_queue import RECORDS_FILE, Run, finished, read_queue, stage_runs, tuning_losses
 
 Record = dict[str, Any]
 
@@ -27,6 +27,11 @@ class Arm:
     @property
     def perplexities(self) -> list[float]:
         return [perplexity(self.runs[seed]) for seed in sorted(self.runs)]
+
+    @property
+    def dropped(self) -> float:
+        """Share of routed rows that were dropped in training, the mean over seeds."""
+        return sum(r["dropped"] for r in self.runs.values()) / len(self.runs)
 
     @property
     def any_run(self) -> Record | None:
@@ -56,11 +61,8 @@ class Sweep:
     def arm(self, size: str, name: str, tokens: int | None = None) -> Arm:
         """The runs of an arm at its learning rate, or at the best of those tried so far."""
         ladder = self.ladder_tokens(size)
-        tuner = self._tuner(size, name)
-        tried = self._tried(size, tuner, ladder)
-        lr = tuned_lr(size, tuner, self.queue, self.done)
-        if lr is None and tried:
-            lr = min(tried, key=lambda rate: tried[rate])
+        tried = tuning_losses(size, self._tuner(size, name), self.queue, self.done)
+        lr = min(tried, key=lambda rate: tried[rate], default=None)
         runs = {
             run.seed: record
             for run, record in self.done.items()
@@ -103,15 +105,6 @@ class Sweep:
         stages = self.queue["stages"]
         return next(s["lr"] for s in stages if s["size"] == size and name in s["arms"])
 
-    def _tried(self, size: str, arm: str, tokens: int) -> dict[float, float]:
-        """{learning rate of the queue: validation loss at seed 0}; a diverged run's is infinite."""
-        found = {}
-        for lr in self.queue["learning_rates"]:
-            record = self.done.get(Run(size, arm, lr, 0, tokens))
-            if record is not None:
-                found[lr] = math.inf if record["valid_loss"] is None else record["valid_loss"]
-        return found
-
 
 def perplexity(record: Record) -> float:
     return math.exp(record["valid_loss"])
@@ -122,7 +115,7 @@ def ratios(a: Arm, b: Arm) -> list[float]:
     return [perplexity(a.runs[seed]) / perplexity(b.runs[seed]) for seed in sorted(a.runs.keys() & b.runs.keys())]
 
 
-def heaviest_load(record: Record) -> float | None:
-    """Rows of the busiest expert over the mean, of the worst layer in the last logged step."""
-    found = [values[-1][1] for name, values in record["load"].items() if name.endswith("/max_over_mean")]
-    return max(found, default=None)
+def load_curve(record: Record) -> list[tuple[float, float]]:
+    """[(tokens, rows of the busiest expert over the mean, of the worst layer)] of the logged steps."""
+    curves = [values for name, values in record["load"].items() if name.endswith("/max_over_mean")]
+    return [(points[0][0], max(value for _, value in points)) for points in zip(*curves, strict=True)]

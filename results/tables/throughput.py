@@ -9,7 +9,8 @@ from typing import Any
 from openlm_moe import MoEConfig
 from openlm_moe.hosts.builtin.count import flops_per_token
 from openlm_moe.hosts.builtin.params import load_model_params
-from results import published, records
+from openlm_moe.plan import published
+from results import records
 from results.records import RESULTS
 from results.tables.markdown import NOT_RUN, table
 

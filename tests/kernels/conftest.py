@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture
 def uninitialised_is_nan() -> Iterator[None]:
-    """`torch.empty` and its relatives give NaN, so whatever is read before or never written shows."""
+    """`torch.empty` and its relatives give NaN (integers: the largest), so what is never written shows."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield

@@ -1,4 +1,4 @@
-"""What the tests of the kernels share: plain oracles in float64, error bounds, and buffers poisoned with NaN.
+"""What the tests of the kernels share: plain oracles in float64, error bounds, cases, and buffers poisoned with NaN.
 
 The oracles use autograd and torch.matmul alone and share no code with the package.
 """
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from hypothesis import HealthCheck
 from torch import Tensor
 
 BACKENDS = ("torch", "reference")
@@ -16,6 +17,25 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 # ||got - want|| / ||want|| against float64 on the same numbers. An all-zero result has error 1.
 BOUNDS = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+
+ODD_SIZES = (1, 7, 8, 17, 36, 63, 65, 96, 176)  # 176 is DeepSeek's 1408, an eighth of it
+# name -> rows of each group, rows past the last
+GROUPS = {
+    "empty first": ((0, 5, 40), 3),
+    "empty in the middle": ((33, 0, 0, 7), 0),
+    "empty last": ((40, 1, 0), 0),
+    "one row each": ((1, 1, 1, 1, 1), 0),
+    "all rows in one group": ((0, 0, 70, 0), 0),
+    "only the tail": ((0, 0), 37),
+    "a long tail": ((3, 0, 4), 66),
+    "around a tile": ((31, 32, 33, 0, 64), 1),
+    "report A3": ((0, 1, 7, 8, 9), 5),
+    "report A4, a tenth": ((16, 0, 258, 45, 0, 8), 0),
+    "report A5": (tuple(range(0, 128, 9)), 0),
+    "no rows": ((0, 0, 0), 0),
+}
+# Settings of hypothesis for tests with fixtures, which here may serve all examples of a test.
+WITH_FIXTURES = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
 
 
 def error(got: Tensor, want: Tensor) -> float:

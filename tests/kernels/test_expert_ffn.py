@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from moe_cases import BACKENDS, DTYPES, LAYOUTS, NAMES, Layer, assert_close, leaves, loop_ffn, loop_gradients
+from moe_cases import (
+    BACKENDS,
+    DTYPES,
+    LAYOUTS,
+    NAMES,
+    WITH_FIXTURES,
+    Layer,
+    assert_close,
+    leaves,
+    loop_ffn,
+    loop_gradients,
+)
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -51,17 +62,16 @@ layers = st.builds(
     sentinels=st.sampled_from((0.0, 0.2, 1.0)),
 )
 any_layer = given(layer=layers, backend=st.sampled_from(BACKENDS), layout=st.sampled_from(sorted(LAYOUTS)))
-fixture_is_fine = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
 
 
-@settings(max_examples=80, derandomize=True, **fixture_is_fine)
+@settings(max_examples=80, derandomize=True, **WITH_FIXTURES)
 @any_layer
 def test_any_layer(uninitialised_is_nan, layer: Layer, backend: str, layout: str) -> None:
     check_layer(layer, backend, layout)
 
 
 @pytest.mark.slow
-@settings(max_examples=1500, **fixture_is_fine)
+@settings(max_examples=1500, **WITH_FIXTURES)
 @any_layer
 def test_any_layer_at_length(uninitialised_is_nan, layer: Layer, backend: str, layout: str) -> None:
     check_layer(layer, backend, layout)

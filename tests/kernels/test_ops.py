@@ -6,9 +6,21 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from moe_cases import BACKENDS, DTYPES, LAYOUTS, act, assert_close, ends, leaves, loop_products
+from moe_cases import (
+    BACKENDS,
+    DTYPES,
+    GROUPS,
+    LAYOUTS,
+    ODD_SIZES,
+    WITH_FIXTURES,
+    act,
+    assert_close,
+    ends,
+    leaves,
+    loop_products,
+)
 from torch import Tensor
 
 from openlm_moe_kernels import (
@@ -26,20 +38,6 @@ from openlm_moe_kernels import (
 
 pytestmark = pytest.mark.usefixtures("uninitialised_is_nan")
 NAN = float("nan")
-ODD_SIZES = (1, 7, 8, 17, 36, 63, 65, 96)
-GROUPS = {
-    "empty first": ((0, 5, 40), 3),
-    "empty in the middle": ((33, 0, 0, 7), 0),
-    "empty last": ((40, 1, 0), 0),
-    "one row each": ((1, 1, 1, 1, 1), 0),
-    "all rows in one group": ((0, 0, 70, 0), 0),
-    "only the tail": ((0, 0), 37),
-    "a long tail": ((3, 0, 4), 66),
-    "A3": ((0, 1, 7, 8, 9), 5),
-    "A4, a tenth": ((16, 0, 258, 45, 0, 8), 0),
-    "A5": (tuple(range(0, 128, 9)), 0),
-    "no rows": ((0, 0, 0), 0),
-}
 
 
 @dataclass(frozen=True)
@@ -123,17 +121,16 @@ products = st.builds(
     scaled=st.booleans(),
     layout=st.sampled_from(sorted(LAYOUTS)),
 )
-anything = {"deadline": None, "derandomize": True, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
 
 
-@settings(max_examples=80, **anything)
+@settings(max_examples=80, derandomize=True, **WITH_FIXTURES)
 @given(case=products)
 def test_any_product(case: Product) -> None:
     check_product(case)
 
 
 @pytest.mark.slow
-@settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=2000, **WITH_FIXTURES)
 @given(case=products)
 def test_any_product_at_length(case: Product) -> None:
     check_product(case)
@@ -206,7 +203,7 @@ def check_rows(case: Rows) -> None:
     assert_close("dots", dots, (y_TKD * x[:, None].double()).sum(-1), case.dtype)
 
 
-@settings(max_examples=60, **anything)
+@settings(max_examples=60, derandomize=True, **WITH_FIXTURES)
 @given(
     case=st.builds(
         Rows,

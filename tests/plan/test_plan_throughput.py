@@ -11,9 +11,10 @@ from openlm_moe import MoEConfig, UserError
 from openlm_moe.hosts.builtin.count import count_parameters, flops_per_token
 from openlm_moe.hosts.builtin.params import ModelParams, load_model_params
 from openlm_moe.plan.communication import collectives
+from openlm_moe.plan.comparison import REACHED, comparison, reached
 from openlm_moe.plan.gpus import GPUS, find_gpu
 from openlm_moe.plan.job import Job
-from openlm_moe.plan.published import PUBLISHED, REACHED, comparison, reached
+from openlm_moe.plan.published import MODELS
 from openlm_moe.plan.throughput import estimate_step, model_parts
 
 SHAPE = ModelParams(64, 4, 4, 32, 128, model_norm="no_wb_layer_norm")  # every row count divides 16
@@ -131,8 +132,8 @@ def test_gpus() -> None:
 
 
 def test_published_runs_stay_below_the_bound() -> None:
-    dense = [reached(model, 0) for model in PUBLISHED]
-    moe = [reached(model, 8) for model in PUBLISHED]
+    dense = [reached(model, 0) for model in MODELS]
+    moe = [reached(model, 8) for model in MODELS]
     assert all(share < 1 for share in dense + moe)
     assert (round(min(dense), 2), round(max(dense), 2)) == REACHED
     assert moe[0] == min(moe)  # what the record says of the smallest model

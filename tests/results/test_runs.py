@@ -11,7 +11,7 @@ import pytest
 
 from results.sweep_queue import RECORDS_FILE, Run, flags, read_queue, stage_runs
 from results.tables import ladder, questions
-from results.tables.runs import Sweep, heaviest_load, ratios
+from results.tables.runs import Sweep, load_curve, ratios
 
 SIZE, TOKENS = "0.1M", 2457600
 RATES = read_queue()["learning_rates"]
@@ -74,14 +74,14 @@ def test_the_verdict_follows_the_seeds(found: list[float], says: str) -> None:
     assert ladder.compared(found) == says
 
 
-def test_the_load_is_the_last_of_the_worst_layer() -> None:
+def test_the_load_is_that_of_the_worst_layer() -> None:
     load = {
         "experts/layer_0/max_over_mean": [[1, 9.0], [2, 1.5]],
         "experts/layer_2/max_over_mean": [[1, 2.0], [2, 3.0]],
         "experts/layer_2/min_over_mean": [[1, 7.0], [2, 7.0]],
     }
-    assert heaviest_load({"load": load}) == 3.0
-    assert heaviest_load({"load": {}}) is None
+    assert load_curve({"load": load}) == [(1, 9.0), (2, 3.0)]
+    assert load_curve({"load": {}}) == []
 
 
 def test_the_stated_budget_counts_the_runs_of_the_queue() -> None:

@@ -103,6 +103,11 @@ class ModelParams:
             del values["n_kv_heads"]
         return {"hidden_dim": values.pop("dim"), **values}
 
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> ModelParams:
+        """The inverse of `to_json`."""
+        return cls(**{_MODEL_KEYS[key]: value for key, value in values.items()})
+
 
 def model_names() -> list[str]:
     """Every name that `--model` knows, smallest model first."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import time
 from pathlib import Path
 from typing import Any
 
 from openlm_moe import UserError
+from openlm_moe.data.corpus import embedded_tokenizer
 from openlm_moe.hosts.builtin.ranks import on_main
 from openlm_moe.hosts.builtin.saving import CHECKPOINTS
 from openlm_moe.parallel.checkpoint import complete_checkpoints
@@ -58,6 +60,18 @@ def create(folder: Path, settings: dict[str, Any]) -> None:
         (folder / PARAMS_FILE).write_text(json.dumps(settings, indent=2, default=str) + "\n")
     except OSError as error:
         raise UserError(f"cannot write {folder} ({error.strerror}); choose another --logs folder") from None
+
+
+def embedded_tokenizer_of(run: Path) -> Path | None:
+    """The embedded corpus's tokenizer.json if the run in this folder used it. Raises `UserError` if it differs here."""
+    path = run / PARAMS_FILE
+    record = json.loads(path.read_text()).get("corpus") if path.is_file() else None
+    if not record:
+        return None
+    file = Path(embedded_tokenizer())
+    if hashlib.sha256(file.read_bytes()).hexdigest() != record["tokenizer_sha256"]:
+        raise UserError(f"the embedded corpus of this Python has another tokenizer than {run}; use that of the run")
+    return file
 
 
 def has_checkpoint(folder: Path) -> bool:

@@ -12,9 +12,10 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from openlm_moe import UserError, __version__
-from openlm_moe.hosts.builtin.architecture import Architecture
+from openlm_moe import MoEConfig, UserError, __version__
+from openlm_moe.hosts.builtin.architecture import Architecture, exported_to
 from openlm_moe.hosts.builtin.averaging import Averager
+from openlm_moe.hosts.builtin.params import ModelParams
 from openlm_moe.hosts.builtin.ranks import on_main
 from openlm_moe.parallel import Checkpointer
 from openlm_moe.parallel.checkpoint import MARKER, STATE, complete_checkpoints
@@ -138,6 +139,18 @@ def read_state(path: Path) -> dict[str, Any]:
         return json.loads((path / STATE).read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"checkpoint {path} cannot be read: {error}") from None
+
+
+def model_of(state: dict[str, Any], checkpoint: Path) -> tuple[ModelParams, MoEConfig]:
+    """The built-in model that the checkpoint is of, by its `read_state`. Raises `UserError` if it is of no such."""
+    if "family" in state.get("model", {}):
+        raise UserError(
+            f"checkpoint {checkpoint} is of a Hugging Face model; give the folder that its run, trained by --hf-model, "
+            f"wrote into {exported_to(checkpoint.parents[1], state['step']).parent}"
+        )
+    if "model" not in state or "moe" not in state:
+        raise UserError(f"checkpoint {checkpoint} does not say what model it is of; only the trainer's own do")
+    return ModelParams.from_json(state["model"]), MoEConfig.from_dict(state["moe"])
 
 
 def find_checkpoint(given: str) -> Path:

@@ -27,12 +27,8 @@ else:
 
 
 @pytest.fixture(autouse=True)
-def uninitialised_memory_is_nan() -> Iterator[None]:
-    """`torch.empty` and its relatives give NaN (the largest integer for integers), so whatever is not written shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
+def always(uninitialised_is_nan: None) -> None:
+    """Every test here runs so."""
 
 
 @pytest.fixture(autouse=True)

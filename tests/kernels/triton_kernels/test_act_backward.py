@@ -6,10 +6,11 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from moe_cases import GROUPS, ODD_SIZES, WITH_FIXTURES
 from row_cases import ActBackward, check_act_backward
-from triton_cases import DEVICE, DTYPES, LAYOUTS, ODD_SIZES, assert_close, ends
+from triton_cases import DEVICE, DTYPES, assert_close, ends
 
 from openlm_moe_kernels import reference
 from openlm_moe_kernels.gpu.activation import act_backward
@@ -28,10 +29,9 @@ any_case = given(
         overwrite_da=st.booleans(),
     )
 )
-fixture_is_fine = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
 
 
-@settings(max_examples=30, derandomize=True, **fixture_is_fine)
+@settings(max_examples=30, derandomize=True, **WITH_FIXTURES)
 @any_case
 def test_any_case(case: ActBackward) -> None:
     check_act_backward(case)
@@ -39,22 +39,22 @@ def test_any_case(case: ActBackward) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@settings(max_examples=500, **fixture_is_fine)
+@settings(max_examples=500, **WITH_FIXTURES)
 @any_case
 def test_any_case_at_length(case: ActBackward) -> None:
     check_act_backward(case)
 
 
-@pytest.mark.parametrize("layout", sorted(LAYOUTS.keys() - {"no rows"}))
+@pytest.mark.parametrize("groups", sorted(GROUPS.keys() - {"no rows"}))
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_group_layouts(activation: str, layout: str, launches) -> None:
-    sizes, tail = LAYOUTS[layout]
+def test_groups(activation: str, groups: str, launches) -> None:
+    sizes, tail = GROUPS[groups]
     check_act_backward(ActBackward(sizes, tail, 20, activation))
     assert launches == {"_act_backward": 1}
 
 
 def test_no_rows(nothing_launched) -> None:
-    check_act_backward(ActBackward(*LAYOUTS["no rows"], 20, "swiglu"))
+    check_act_backward(ActBackward(*GROUPS["no rows"], 20, "swiglu"))
 
 
 def test_no_groups(nothing_launched) -> None:

@@ -26,7 +26,7 @@ WIDTH, ROWS = 2**16, 2**15 + 1  # a tensor of these has 2^16 elements past 2^31
 
 
 @pytest.fixture(autouse=True)
-def leave_memory_untouched(uninitialised_memory_is_nan) -> None:
+def leave_memory_untouched(uninitialised_is_nan) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False
 
 

@@ -6,14 +6,13 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from moe_cases import GROUPS, ODD_SIZES, WITH_FIXTURES
 from torch import Tensor
 from triton_cases import (
     DEVICE,
     DTYPES,
-    LAYOUTS,
-    ODD_SIZES,
     SMALL,
     Product,
     assert_close,
@@ -48,7 +47,7 @@ def run_any_product(case: Product, config: tables.Config) -> None:
         check_product(case)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, derandomize=True, **WITH_FIXTURES)
 @given(case=products, config=configs)
 def test_any_product(case: Product, config: tables.Config) -> None:
     run_any_product(case, config)
@@ -56,19 +55,19 @@ def test_any_product(case: Product, config: tables.Config) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400, **WITH_FIXTURES)
 @given(case=products, config=configs)
 def test_any_product_at_length(case: Product, config: tables.Config) -> None:
     run_any_product(case, config)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("activation", [None, "swiglu"])
-def test_group_layouts(layout: str, activation: str | None, launches) -> None:
-    sizes, tail = LAYOUTS[layout]
+def test_groups(groups: str, activation: str | None, launches) -> None:
+    sizes, tail = GROUPS[groups]
     with forced(SMALL):
         check_product(Product(sizes, tail, 48, 40, activation=activation, scaled=activation is not None))
-    assert launches["_grouped_gemm"] == (1 if sum(sizes) + tail else 0) or layout == "no rows"
+    assert launches["_grouped_gemm"] == (1 if sum(sizes) + tail else 0) or groups == "no rows"
 
 
 @pytest.mark.parametrize("tma", [False, True])

@@ -7,9 +7,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from moe_cases import Layer, loop_ffn, loop_gradients
+from moe_cases import WITH_FIXTURES, Layer, loop_ffn, loop_gradients
 from row_cases import NAN, columns_first, is_zero
 from torch import Tensor
 from triton_cases import DEVICE, DTYPES, FEW, assert_close, forced, poisoned
@@ -68,10 +68,9 @@ layers = given(
     ),
     transposed=st.booleans(),
 )
-fixture_is_fine = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
 
 
-@settings(max_examples=8, derandomize=True, **fixture_is_fine)
+@settings(max_examples=8, derandomize=True, **WITH_FIXTURES)
 @layers
 def test_any_layer(layer: Layer, transposed: bool) -> None:
     with forced(FEW):
@@ -80,7 +79,7 @@ def test_any_layer(layer: Layer, transposed: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@settings(max_examples=150, **fixture_is_fine)
+@settings(max_examples=150, **WITH_FIXTURES)
 @layers
 def test_any_layer_at_length(layer: Layer, transposed: bool) -> None:
     with forced(FEW):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from moe_cases import ODD_SIZES, WITH_FIXTURES
 from row_cases import Rows, check_long_sums, check_rows
-from triton_cases import DEVICE, DTYPES, ODD_SIZES
+from triton_cases import DEVICE, DTYPES
 
 from openlm_moe_kernels import route_plan
 from openlm_moe_kernels.gpu.rows import combine_topk, gather_rows
@@ -23,10 +24,9 @@ any_rows = given(
         transposed=st.booleans(),
     )
 )
-fixture_is_fine = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
 
 
-@settings(max_examples=25, derandomize=True, **fixture_is_fine)
+@settings(max_examples=25, derandomize=True, **WITH_FIXTURES)
 @any_rows
 def test_any_rows(case: Rows) -> None:
     check_rows(case)
@@ -34,7 +34,7 @@ def test_any_rows(case: Rows) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@settings(max_examples=400, **fixture_is_fine)
+@settings(max_examples=400, **WITH_FIXTURES)
 @any_rows
 def test_any_rows_at_length(case: Rows) -> None:
     check_rows(case)

@@ -6,23 +6,24 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from triton_cases import DEVICE, LAYOUTS, check_tile_map
+from moe_cases import GROUPS, WITH_FIXTURES
+from triton_cases import DEVICE, check_tile_map
 
 from openlm_moe_kernels import backend, route_plan
 from openlm_moe_kernels.gpu.tiles import tile_map_shape
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, derandomize=True, **WITH_FIXTURES)
 @given(sizes=st.lists(st.integers(0, 150), min_size=1, max_size=9), tail=st.sampled_from((0, 1, 31, 32, 130)))
 def test_any_sizes(sizes: Sequence[int], tail: int) -> None:
     check_tile_map(sizes, tail)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_group_layouts(layout: str) -> None:
-    check_tile_map(*LAYOUTS[layout])
+@pytest.mark.parametrize("groups", GROUPS)
+def test_groups(groups: str) -> None:
+    check_tile_map(*GROUPS[groups])
 
 
 def test_more_tiles_than_one_program_makes() -> None:

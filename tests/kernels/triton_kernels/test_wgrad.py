@@ -6,22 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from triton_cases import (
-    DEVICE,
-    DTYPES,
-    LAYOUTS,
-    ODD_SIZES,
-    SMALL,
-    assert_close,
-    check_wgrad,
-    configs,
-    ends,
-    forced,
-    poisoned,
-    random,
-)
+from moe_cases import GROUPS, ODD_SIZES, WITH_FIXTURES
+from triton_cases import DEVICE, DTYPES, SMALL, assert_close, check_wgrad, configs, ends, forced, poisoned, random
 
 from openlm_moe_kernels import reference
 from openlm_moe_kernels.gpu import tables
@@ -37,7 +25,6 @@ any_gradient = given(
     gathered=st.sampled_from(("", "x", "dy")),
     added=st.sampled_from((None, "float32", "the inputs'")),
 )
-fixture_is_fine = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
 
 
 def run_any_gradient(config: tables.Config, dtype: torch.dtype, added: str | None, **case) -> None:
@@ -46,7 +33,7 @@ def run_any_gradient(config: tables.Config, dtype: torch.dtype, added: str | Non
         check_wgrad(**case, dtype=dtype, out_dtype=out_dtype)
 
 
-@settings(max_examples=30, derandomize=True, **fixture_is_fine)
+@settings(max_examples=30, derandomize=True, **WITH_FIXTURES)
 @any_gradient
 def test_any_gradient(**case) -> None:
     run_any_gradient(**case)
@@ -54,16 +41,16 @@ def test_any_gradient(**case) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@settings(max_examples=400, **fixture_is_fine)
+@settings(max_examples=400, **WITH_FIXTURES)
 @any_gradient
 def test_any_gradient_at_length(**case) -> None:
     run_any_gradient(**case)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("out_dtype", [None, torch.float32], ids=["stored", "added"])
-def test_group_layouts(layout: str, out_dtype: torch.dtype | None, launches) -> None:
-    sizes, tail = LAYOUTS[layout]
+def test_groups(groups: str, out_dtype: torch.dtype | None, launches) -> None:
+    sizes, tail = GROUPS[groups]
     with forced(SMALL):
         check_wgrad(sizes, tail, 48, 40, torch.bfloat16, out_dtype=out_dtype)
     assert launches == {"_wgrad": 1}

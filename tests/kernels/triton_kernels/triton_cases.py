@@ -27,21 +27,6 @@ DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "c
 BOUNDS = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 DTYPES = tuple(BOUNDS)
 
-ODD_SIZES = (1, 7, 8, 17, 36, 63, 65, 96, 176)  # 176 is DeepSeek's 1408, an eighth of it
-LAYOUTS = {
-    "empty first": ((0, 5, 40), 3),
-    "empty in the middle": ((33, 0, 0, 7), 0),
-    "empty last": ((40, 1, 0), 0),
-    "one row each": ((1, 1, 1, 1, 1), 0),
-    "all rows in one group": ((0, 0, 70, 0), 0),
-    "only the tail": ((0, 0), 37),
-    "a long tail": ((3, 0, 4), 66),
-    "around a tile": ((31, 32, 33, 0, 64), 1),
-    "report A3": ((0, 1, 7, 8, 9), 5),
-    "report A4, a tenth": ((16, 0, 258, 45, 0, 8), 0),
-    "no rows": ((0, 0, 0), 0),
-}
-
 SMALL = tables.Config(block_m=32, block_n=32, block_k=32, warps=4, stages=1)
 FEW = tables.Config(block_m=32, block_n=64, block_k=64, warps=4, stages=1)  # each program costs the interpreter 1 ms
 
