@@ -1,7 +1,7 @@
 """Training steps of a whole model, dense against mixture of experts, on random tokens: tokens a second of both.
 
-The models take turns within each round; each step is forward, backward and AdamW. With --no-optimizer it is forward
-and backward with parameters in --dtype, for models whose optimizer does not fit into memory.
+The models take turns within each round; each step is forward, backward and AdamW. For models that do not fit into
+memory so: --pure holds parameters and optimizer in --dtype, --no-optimizer does forward and backward only.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq-len", type=int, default=512, help="tokens of a sequence (%(default)s)")
     parser.add_argument("--sequences", type=int, default=2, help="sequences a step (%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds; medians are reported (%(default)s)")
+    parser.add_argument("--pure", action="store_true", help="parameters and AdamW's moments in --dtype too")
     parser.add_argument("--no-optimizer", action="store_true", help="forward and backward only, parameters in --dtype")
     parser.add_argument("--json", metavar="FILE", help="also write the measurements there")
     add_options(parser, MOE_OPTIONS)
@@ -37,7 +38,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError("bench model compares with the dense model; give --experts of at least 1")
     if min(arguments.rounds, arguments.seq_len, arguments.sequences) < 1:
         raise UserError("--rounds, --seq-len and --sequences must be 1 or more")
-    names = ("device", "model", "dtype", "seq_len", "sequences", "rounds", "no_optimizer")
+    names = ("device", "model", "dtype", "seq_len", "sequences", "rounds", "pure", "no_optimizer")
     request = {name: getattr(arguments, name) for name in names} | {"moe": moe.to_dict()}
     record = request | in_own_process(__name__, request, tuned_malloc=True)
     print(machine(arguments.device))
@@ -53,6 +54,7 @@ def measure(
     sequences: int,
     rounds: int,
     moe: dict[str, Any],
+    pure: bool = False,
     no_optimizer: bool = False,
 ) -> dict[str, Any]:
     """Times of forward, backward and optimizer step of both models on random tokens."""
@@ -62,8 +64,9 @@ def measure(
     params = load_model_params(model, {"seq_len": seq_len})
     tokens = torch.randint(0, params.vocab_size, (sequences, seq_len + 1), device=device)
     config = MoEConfig.from_dict(moe)
-    made = {"dense": _trainer(params, MoEConfig(num_experts=0), tokens, dtype, no_optimizer)}
-    made["moe"] = _trainer(params, config, tokens, dtype, no_optimizer)
+    how = {"pure": pure or no_optimizer, "optimize": not no_optimizer}
+    made = {"dense": _trainer(params, MoEConfig(num_experts=0), tokens, dtype, **how)}
+    made["moe"] = _trainer(params, config, tokens, dtype, **how)
     results = summary(interleaved({name: step for name, (step, _) in made.items()}, rounds, device), "dense")
     for name, result in results.items():
         result["tokens_per_second"] = 1e3 * sequences * seq_len / result["ms"]
@@ -71,7 +74,7 @@ def measure(
     return {"results": results}
 
 
-def _trainer(params: Any, moe: MoEConfig, tokens: torch.Tensor, dtype: str, no_optimizer: bool):
+def _trainer(params: Any, moe: MoEConfig, tokens: torch.Tensor, dtype: str, pure: bool, optimize: bool):
     """(one training step, number of parameters)."""
     from openlm_moe.hosts.builtin.model import Transformer
     from openlm_moe.layers.losses import collect_losses
@@ -79,7 +82,7 @@ def _trainer(params: Any, moe: MoEConfig, tokens: torch.Tensor, dtype: str, no_o
     with torch.device("meta"):
         model = Transformer(params, moe)
     model.to_empty(device=tokens.device).init_weights(0)
-    if no_optimizer:
+    if pure:
         model.to(DTYPES[dtype])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
@@ -90,7 +93,7 @@ def _trainer(params: Any, moe: MoEConfig, tokens: torch.Tensor, dtype: str, no_o
             with autocast:
                 logits = model(inputs)
             F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()).backward()
-        if not no_optimizer:
+        if optimize:
             optimizer.step()
         optimizer.zero_grad()
 

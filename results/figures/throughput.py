@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from openlm_moe.plan import published
 from results.figures.drawing import COLOURS, panels, save
-from results.tables.throughput import bound, measured, newest
+from results.tables.throughput import bound, measured, newest, step
 
 NAME = "throughput_ratio.png"
 
@@ -28,7 +29,7 @@ def draw(out: Path) -> None:
     for j, model in enumerate(models):
         if model not in found:
             axes.text(j - 0.14, 0.03, "not run", ha="center", fontsize="x-small", rotation=90, color="#5f6773")
-    labels = [f"{m.removeprefix('open_lm_')}{_step(found, m)}" for m in models]
+    labels = [m.removeprefix("open_lm_") + (_how(found[m]) if m in found else "") for m in models]
     axes.set_xticks(range(len(models)), labels, fontsize="small")
     axes.set(title="tokens a second, 8 experts / dense", ylim=(0, 1.15), ylabel="ratio")
     axes.axhline(1, color="#222222", lw=0.8)
@@ -36,5 +37,5 @@ def draw(out: Path) -> None:
     save(figure, out / NAME)
 
 
-def _step(found: dict, model: str) -> str:
-    return "\nno optimizer" if model in found and found[model]["no_optimizer"] else ""
+def _how(record: dict[str, Any]) -> str:
+    return f"\n{step(record)}, {record['seq_len']} a sequence".replace(", ", "\n")

@@ -15,7 +15,6 @@ from results.records import RESULTS
 from results.tables.markdown import NOT_RUN, table
 
 RECORDS = RESULTS / "throughput" / "record.jsonl"
-STEP = {False: "full", True: "forward and backward, no optimizer"}
 
 
 def newest(path: Path = RECORDS) -> dict[str, dict[str, Any]]:
@@ -29,6 +28,13 @@ def bound(record: dict[str, Any]) -> float:
     params = replace(load_model_params(record["model"]), seq_len=record["seq_len"])
     dense = flops_per_token(params, MoEConfig(num_experts=0))
     return dense / flops_per_token(params, MoEConfig.from_dict(record["moe"]))
+
+
+def step(record: dict[str, Any]) -> str:
+    """What the timed step was."""
+    if record["no_optimizer"]:
+        return "forward and backward, no optimizer"
+    return f"full, {record['dtype']} throughout" if record["pure"] else "full"
 
 
 def measured(record: dict[str, Any]) -> float:
@@ -61,7 +67,7 @@ def make(path: Path = RECORDS) -> str:
 def _cells(r: dict[str, Any]) -> list[object]:
     dense, moe = (r["results"][name]["tokens_per_second"] for name in ("dense", "moe"))
     return [
-        f"{STEP[r['no_optimizer']]}, {r['sequences']} x {r['seq_len']} tokens, {r['dtype']}, {r['rounds']} rounds",
+        f"{step(r)}, {r['sequences']} x {r['seq_len']} tokens, {r['dtype']}, {r['rounds']} rounds",
         f"{dense:.0f}",
         f"{moe:.0f}",
         f"{measured(r):.3f}",

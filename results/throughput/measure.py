@@ -2,8 +2,9 @@
 
     python -m results.throughput.measure [MODEL ...]      such as open_lm_41m; without a name, all five
 
-Full training steps where parameters, gradients and AdamW's moments of both models fit into the memory that is free,
-else forward and backward alone with parameters in bf16. A model that does not fit even so is left out, and said to be.
+Full training steps where parameters, gradients and AdamW's moments of both models fit into the memory that is free;
+else the same in bf16 throughout, else forward and backward alone. A model that does not fit even so is left out, and
+said to be.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from results import records
 RECORDS = Path(__file__).parent / "record.jsonl"
 MODELS = ("open_lm_41m", "open_lm_87m", "open_lm_160m", "open_lm_410m", "open_lm_830m")
 EXPERTS = 8
-FULL, FORWARD_BACKWARD = 16, 4  # bytes a parameter: fp32 with gradient and two moments; bf16 with gradient
+# step -> bytes a parameter: of fp32 with gradient and two moments, of bf16 with these, of bf16 with gradient
+STEPS = {"full": 16, "pure": 8, "no_optimizer": 4}
 ACTIVATIONS = 1.5 * 2**30  # room for activations and what else grows
 
 
@@ -36,8 +38,8 @@ def main() -> None:
     parser.add_argument("--records", type=Path, default=RECORDS)
     options = parser.parse_args()
     for name in options.model or MODELS:
-        bytes_each = fitting(name, free_memory())
-        if bytes_each is None:
+        step = fitting(name, free_memory())
+        if step is None:
             print(f"{name}: does not fit into {free_memory() / 2**30:.0f} GiB")
             continue
         request: dict[str, Any] = {
@@ -48,18 +50,19 @@ def main() -> None:
             "sequences": options.sequences,
             "rounds": options.rounds,
             "moe": MoEConfig(num_experts=EXPERTS).to_dict(),
-            "no_optimizer": bytes_each == FORWARD_BACKWARD,
+            "pure": step == "pure",
+            "no_optimizer": step == "no_optimizer",
         }
         record = {**request, **in_own_process(bench.__name__, request, tuned_malloc=True), **records.origin()}
         records.append(options.records, record)
         print(bench.table(record), flush=True)
 
 
-def fitting(name: str, free: float) -> int | None:
-    """Bytes a parameter of the fullest kind of step that fits: FULL, FORWARD_BACKWARD or None."""
+def fitting(name: str, free: float) -> str | None:
+    """The first of STEPS that fits into `free` bytes."""
     params = load_model_params(name)
     both = sum(count_parameters(params, MoEConfig(num_experts=e)).total for e in (0, EXPERTS))
-    return next((each for each in (FULL, FORWARD_BACKWARD) if both * each + ACTIVATIONS <= free), None)
+    return next((step for step, each in STEPS.items() if both * each + ACTIVATIONS <= free), None)
 
 
 def free_memory() -> float:

@@ -95,8 +95,9 @@ def test_layer_command_in_a_process_of_its_own(tmp_path: Path, run) -> None:
     assert "malloc untuned" in done.stdout
 
 
-def test_model_command(run) -> None:
-    flags = ["--model", "open_lm_11m", "--seq-len", "16", "--sequences", "1", "--rounds", "1", "--experts", "4"]
+@pytest.mark.parametrize("how", [[], ["--pure"], ["--no-optimizer"]])
+def test_model_command(run, how: list[str]) -> None:
+    flags = [*how, "--model", "open_lm_11m", "--seq-len", "16", "--sequences", "1", "--rounds", "1", "--experts", "4"]
     done = run([sys.executable, "-m", "openlm_moe.bench", "model", *flags])
     assert done.returncode == 0, done.stderr
     assert "tokens/s" in done.stdout
