@@ -50,8 +50,8 @@ class Sweep:
         return list(self.queue["sizes"])
 
     def ladder_tokens(self, size: str) -> int:
-        """Tokens of the stage in which the learning rates of `size` are tuned, and of its ladder."""
-        return self._tuning(size)[0]["tokens"]
+        """Tokens that each run of the ladder of `size` is trained on."""
+        return next(s["tokens"] for s in self.queue["stages"] if s["name"] == "ladder" and s["size"] == size)
 
     def ladder_arms(self, size: str) -> list[str]:
         """The arms whose learning rates are tuned, in the queue's order of arms."""
