@@ -25,6 +25,7 @@ from openlm_moe.hosts.builtin.count import count_parameters, flops_per_token
 from openlm_moe.hosts.builtin.params import load_model
 from openlm_moe.main import main as train
 from openlm_moe.parallel.checkpoint import complete_checkpoints
+from openlm_moe.telemetry import metrics
 from results import records
 from results.linux_corpus import linux_corpus
 from results.sweep_queue import (
@@ -121,7 +122,6 @@ def train_run(run: Run, queue: dict[str, Any], work: Path) -> dict[str, Any] | N
             **start(run, queue, work),
         }
     )
-    began = time.perf_counter()
     code = train(argv)
     if code not in (0, 1):
         raise SystemExit(code)
@@ -132,7 +132,7 @@ def train_run(run: Run, queue: dict[str, Any], work: Path) -> dict[str, Any] | N
         **as_record(run),
         **(outcome(rows) if code == 0 else {"valid_loss": None}),
         **counts(argv),
-        "seconds": round(time.perf_counter() - began, 1),
+        "seconds": round(seconds(rows), 1),
         "corpus": corpus,
         "model": model_values(size),
         "flags": flags(run, queue),
@@ -187,6 +187,13 @@ def outcome(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def valid_losses(rows: list[dict[str, Any]]) -> list[float]:
     return [v for row in rows for key, v in row.items() if key.startswith("valid/") and key.endswith("/loss")]
+
+
+def seconds(rows: list[dict[str, Any]]) -> float:
+    """Time in training steps, those before an interruption included; evaluation and checkpoints are not."""
+    timed = [row for row in rows if metrics.BATCH_TIME in row]
+    before = [0, *(row["step"] for row in timed)][:-1]
+    return sum(row[metrics.BATCH_TIME] * (row["step"] - b) for row, b in zip(timed, before, strict=True))
 
 
 def counts(argv: list[str]) -> dict[str, Any]:

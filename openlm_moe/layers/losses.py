@@ -146,7 +146,7 @@ def collect_losses(
         _open.remove(collector)
 
 
-def report(layer: MoELayer, routing: Routing, dropped: Tensor, out: Tensor, mask_BS: Tensor | None) -> Tensor:
+def report(layer: MoELayer, routing: Routing, dropped: Tensor, out: Tensor, mask_BS: Tensor) -> Tensor:
     """Reports `layer`'s routing to the open collector, if there is one, and returns `out` with the losses attached.
 
     `mask_BS` gives the batch its sequences; it is all True where no token is padding.

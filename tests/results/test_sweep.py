@@ -114,3 +114,13 @@ def test_without_the_corpus_advice_is_given(tmp_path: Path, monkeypatch) -> None
     monkeypatch.setattr(linux_corpus, "cache_root", lambda: tmp_path)
     with pytest.raises(SystemExit, match=r"python -m results\.linux_corpus"):
         linux_corpus.linux_corpus(128)
+
+
+def test_the_time_of_a_run_is_that_of_all_its_steps() -> None:
+    rows = [
+        {"step": 1, "train/batch_time": 2.0},
+        {"step": 4, "valid/x/loss": 1.0},
+        {"step": 5, "train/batch_time": 0.5},
+    ]
+    assert sweep.seconds(rows) == 2.0 + 4 * 0.5
+    assert sweep.seconds([]) == 0.0

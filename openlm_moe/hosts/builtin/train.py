@@ -1,6 +1,6 @@
 """The training loop: steps, and what happens at their edges: logging, evaluation, checkpoints, stopping.
 
-What the loop works on is a `Run`, which `run.py` puts together.
+What the loop works on is a `Run`, which `assemble.py` puts together.
 """
 
 from __future__ import annotations
