@@ -56,6 +56,7 @@ def per_row(name: str, t: Tensor, rows: int, x_name: str, x: Tensor) -> None:
 def offsets(t: Tensor, groups: int, x_name: str, x: Tensor) -> None:
     require(t.dtype == torch.int32, "offsets", lambda: f"has dtype {t.dtype}; expected torch.int32")
     shape("offsets", t, (groups,), "one end a group (E,)")
+    require(groups > 0, "offsets", lambda: "has no group; expected at least one")
     on_device("offsets", t, x_name, x)
 
 

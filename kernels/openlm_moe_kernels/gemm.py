@@ -32,7 +32,7 @@ def grouped_gemm(
     Args:
         x: (M, K), or (any, K) with `gather`. float16, bfloat16, float32 or float64; sums in float32 (float64).
         w: (E, K, N), or (E, N, K) with `trans_w`; the dtype of x. With "swiglu" it has 2N columns, gate half first.
-        offsets: (E,) int32 cumulative ends, non-decreasing, the last at most M.
+        offsets: (E,) int32 cumulative ends, E at least 1, non-decreasing, the last at most M.
         gather: (M,) int64: row m reads x[gather[m]], loaded in place.
         activation: None, "gelu" (tanh approximation) or "swiglu" (silu(gate) * up), applied before anything is stored.
         row_scale: (M,), any float dtype, multiplied after the activation.

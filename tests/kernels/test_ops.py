@@ -356,6 +356,7 @@ WRONG = {
     "w has 5 columns": lambda: grouped_gemm(x_(4, 3), x_(2, 3, 5), ends((1, 2)), activation="swiglu"),
     "offsets has shape": lambda: grouped_gemm(x_(4, 3), x_(2, 3, 5), ends((1, 2, 1))),
     "offsets has dtype": lambda: grouped_gemm(x_(4, 3), x_(2, 3, 5), ends((1, 2)).long()),
+    "offsets has no group": lambda: grouped_gemm(x_(4, 3), x_(0, 3, 5), ends((1,))[:0]),
     "offsets is on": lambda: grouped_gemm(x_(4, 3), x_(2, 3, 5), ends((1, 2)).to("meta")),
     "offsets ends at 5": lambda: grouped_gemm(x_(4, 3), x_(2, 3, 5), ends((1, 4))),
     "offsets falls from 3 to 2": lambda: grouped_gemm(x_(4, 3), x_(2, 3, 5), ends((3, -1))),
