@@ -6,8 +6,8 @@ from openlm_moe.plan import published
 from results import records
 from results.tables import ladder, layer, numerics, throughput
 from results.tables.markdown import NOT_RUN
-from results.tables.questions import SIZE, canary_arms
-from results.tables.runs import Sweep, ratios
+from results.tables.questions import canary_arms
+from results.tables.runs import Arm, Sweep, ratios
 
 # (what is asked, an arm, the arm that it is compared with)
 COMPARED = (
@@ -34,10 +34,15 @@ def _canary() -> str:
 
 
 def _of_the_sweep(sweep: Sweep, a: str, b: str) -> str:
-    first, second = sweep.arm(SIZE, a), sweep.arm(SIZE, b)
-    text = f"Here, at {SIZE}: {ladder.compared(ratios(first, second))}"
+    """What each size says, whose ladder has both arms."""
+    sizes = [size for size in sweep.sizes() if {a, b} <= set(sweep.ladder_arms(size))]
+    return "; ".join(f"{size}: {_of_a_size(sweep.arm(size, a), sweep.arm(size, b))}" for size in sizes) + "."
+
+
+def _of_a_size(first: Arm, second: Arm) -> str:
+    text = ladder.compared(ratios(first, second))
     open_ = [arm.what for arm in (first, second) if arm.runs and arm.tried < arm.rates]
-    return f"{text}; the learning rate is not tuned yet for: {', '.join(open_)}." if open_ else f"{text}."
+    return f"{text}, with the learning rate not tuned yet for {' and '.join(open_)}" if open_ else text
 
 
 def _throughput() -> str:
