@@ -51,7 +51,7 @@ def stage_runs(stage: dict[str, Any], queue: dict[str, Any], done: dict[Run, dic
 
 def _learning_rates(stage: dict[str, Any], arm: str, queue: dict[str, Any], done: dict[Run, Any]) -> list[float]:
     if stage["lr"] == "all":
-        return queue["learning_rates"]
+        return queue["learning_rates"][stage["size"]]
     best = tuned_lr(stage["size"], arm if stage["lr"] == "tuned" else stage["lr"], queue, done)
     return [] if best is None else [best]
 
@@ -59,13 +59,13 @@ def _learning_rates(stage: dict[str, Any], arm: str, queue: dict[str, Any], done
 def tuned_lr(size: str, arm: str, queue: dict[str, Any], done: dict[Run, dict[str, Any]]) -> float | None:
     """The learning rate of the lowest validation loss at seed 0; None until every rate has been tried."""
     losses = tuning_losses(size, arm, queue, done)
-    return min(losses, key=lambda lr: losses[lr]) if len(losses) == len(queue["learning_rates"]) else None
+    return min(losses, key=lambda lr: losses[lr]) if len(losses) == len(queue["learning_rates"][size]) else None
 
 
 def tuning_losses(size: str, arm: str, queue: dict[str, Any], done: dict[Run, dict[str, Any]]) -> dict[float, float]:
     """{learning rate tried so far: validation loss at seed 0}; that of a run that diverged is infinite."""
     tokens = next(s["tokens"] for s in queue["stages"] if s["size"] == size and s["lr"] == "all" and arm in s["arms"])
-    found = {lr: done.get(Run(size, arm, lr, 0, tokens)) for lr in queue["learning_rates"]}
+    found = {lr: done.get(Run(size, arm, lr, 0, tokens)) for lr in queue["learning_rates"][size]}
     return {
         lr: math.inf if record["valid_loss"] is None else record["valid_loss"]
         for lr, record in found.items()

@@ -69,14 +69,14 @@ class Sweep:
             if (run.size, run.arm, run.tokens, run.lr) == (size, name, tokens or ladder, lr)
             and record["valid_loss"] is not None
         }
-        rates = self.queue["learning_rates"]
+        rates = self.queue["learning_rates"][size]
         return Arm(name, self.queue["arms"][name]["what"], lr, len(tried), len(rates), runs)
 
     def progress(self) -> list[tuple[dict[str, Any], int, int]]:
         """(stage, runs that have a record, runs in all) of every stage of the queue."""
         out = []
         for stage in self.queue["stages"]:
-            rates = len(self.queue["learning_rates"]) if stage["lr"] == "all" else 1
+            rates = len(self.queue["learning_rates"][stage["size"]]) if stage["lr"] == "all" else 1
             done = sum(run in self.done for run in stage_runs(stage, self.queue, self.done))
             out.append((stage, done, rates * len(stage["arms"]) * len(stage["seeds"])))
         return out

@@ -15,7 +15,7 @@ from results.tables import ladder, questions
 from results.tables.runs import Sweep, load_curve, ratios
 
 SIZE, TOKENS = "0.1M", 2457600
-RATES = read_queue()["learning_rates"]
+RATES = read_queue()["learning_rates"][SIZE]
 
 
 def record(arm: str, lr: float, seed: int, loss: float | None, **more) -> dict:
@@ -89,7 +89,7 @@ def test_the_stated_budget_counts_the_runs_of_the_queue() -> None:
     queue = read_queue()
     runs = set()
     for stage in queue["stages"][1:]:  # the runs of the first are among the second's
-        rates = queue["learning_rates"] if stage["lr"] == "all" else [None]
+        rates = queue["learning_rates"][stage["size"]] if stage["lr"] == "all" else [None]
         runs |= {
             (stage["size"], stage["tokens"], a, s, r) for a in stage["arms"] for s in stage["seeds"] for r in rates
         }
@@ -123,7 +123,7 @@ def test_every_record_is_a_run_of_the_queue_or_of_a_rate_that_was_dropped() -> N
     made = Sweep()
     asked = {run for stage in made.queue["stages"] for run in stage_runs(stage, made.queue, made.done)}
     for run, found in made.done.items():
-        assert run in asked or run.lr not in made.queue["learning_rates"], f"{RECORDS_FILE}: {run}"
+        assert run in asked or run.lr not in made.queue["learning_rates"][run.size], f"{RECORDS_FILE}: {run}"
         assert run.tokens <= 4 * found["corpus"]["train_tokens"]
         assert found["flags"]["--lr"] == run.lr
         assert {"machine", "versions", "commit"} <= found.keys()

@@ -22,7 +22,7 @@ def queue(monkeypatch) -> dict:
     tokens = 10 * 8 * 128
     tuning = {"name": "learning rates", "size": SIZE, "tokens": tokens, "lr": "all", "seeds": [0], "arms": ["dmoe-8"]}
     small["stages"] = [tuning, {**tuning, "name": "ladder", "lr": "tuned", "seeds": [1]}]
-    small["learning_rates"] = [0.01, 0.02]
+    small["learning_rates"] = {SIZE: [0.01, 0.02]}
     monkeypatch.setattr(sweep, "read_queue", lambda: small)
     return small
 
