@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -66,11 +67,11 @@ class MoEConfig:
         self._require(self.top_k >= 1, "top_k", "1 or more")
         self._require(self.ffn_dim is None or self.ffn_dim >= 1, "ffn_dim", "1 or more")
         self._require(self.shared_experts >= 0, "shared_experts", "0 or more")
-        self._require(self.capacity_factor > 0, "capacity_factor", "above 0")
+        self._require(0 < self.capacity_factor < math.inf, "capacity_factor", "above 0 and finite")
         self._require(0 <= self.jitter < 1, "jitter", "in [0, 1)")
-        self._require(self.loss_weight >= 0, "loss_weight", "0 or more")
-        self._require(self.z_loss_weight >= 0, "z_loss_weight", "0 or more")
-        self._require(self.bias_update_rate >= 0, "bias_update_rate", "0 or more")
+        self._require(0 <= self.loss_weight < math.inf, "loss_weight", "0 or more, and finite")
+        self._require(0 <= self.z_loss_weight < math.inf, "z_loss_weight", "0 or more, and finite")
+        self._require(0 <= self.bias_update_rate < math.inf, "bias_update_rate", "0 or more, and finite")
         if 0 < self.num_experts < self.top_k:
             raise UserError(
                 f"top_k is {self.top_k} but there are only {self.num_experts} experts; "

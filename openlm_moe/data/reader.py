@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import io
 import os
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 
@@ -108,7 +109,7 @@ def _load_index(path: Path) -> ShardIndex | None:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             return ShardIndex(arrays["extents"], str(arrays["suffix"]))
-    except (OSError, ValueError, KeyError, EOFError):
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
 
 

@@ -71,12 +71,13 @@ class SampleTaker:
             start = int(below(np.array(len(tokens) - self.seq_len), self.seed, source, shard, member, turn))
             tokens = tokens[start : start + wanted]
         if self.vocab_size is not None and len(tokens):
-            tokens = np.where(tokens < 0, tokens % self.vocab_size, tokens)
-            if tokens.max() >= self.vocab_size:
-                raise UserError(
-                    f"sample {member} of shard {where.url} has token id {tokens.max()}, but the vocabulary has "
-                    f"{self.vocab_size} entries; check the model's vocab_size and the data's tokenizer"
-                )
+            for outside in (tokens.max(), tokens.min()):
+                if not -self.vocab_size <= outside < self.vocab_size:
+                    raise UserError(
+                        f"sample {member} of shard {where.url} has token id {outside}, but the vocabulary has "
+                        f"{self.vocab_size} entries; check the model's vocab_size and the data's tokenizer"
+                    )
+            tokens = np.where(tokens < 0, tokens + self.vocab_size, tokens)
         return tokens
 
     def batch(self, samples: Iterable[tuple[int, int, int, int]], rows: int | None = None) -> Batch:

@@ -5,20 +5,18 @@ Shapes: T tokens, E experts, K top-k.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from openlm_moe_kernels import route_plan
 
 
-def expert_capacity(n_tokens: int, n_experts: int, top_k: int, factor: float) -> int:
-    """Rows one expert takes: `factor` times the balanced load, rounded up."""
-    return math.ceil(factor * n_tokens * top_k / n_experts)
+def expert_capacity(n_tokens: Tensor, n_experts: int, top_k: int, factor: float) -> Tensor:
+    """Rows one expert takes: `factor` times the balanced load of so many tokens (a scalar), rounded up."""
+    return (n_tokens.double() * factor * top_k / n_experts).ceil()
 
 
-def drop_over_capacity(experts_TK: Tensor, n_experts: int, capacity: int) -> Tensor:
+def drop_over_capacity(experts_TK: Tensor, n_experts: int, capacity: Tensor) -> Tensor:
     """`experts_TK` with every slot past an expert's capacity set to `n_experts` (no expert).
 
     First choices of all tokens come before any second choice, and earlier tokens before later ones (GShard, arXiv

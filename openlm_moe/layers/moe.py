@@ -54,6 +54,8 @@ class DroplessMoE(MoELayer):
         x_BSD = x if x.dim() == 3 else x[None]
         mask_BS = x_BSD.new_ones(x_BSD.shape[:2], dtype=torch.bool) if mask is None else mask.view(x_BSD.shape[:2])
         x_TD = x_BSD.flatten(0, 1)
+        if mask is not None:  # what padding holds may be NaN, which no weight of zero would stop
+            x_TD = x_TD.masked_fill(~mask_BS.flatten()[:, None], 0.0)
         routing = self.router(x_TD, None if mask is None else mask_BS.flatten())
         admitted_TK = self.admit(routing.experts_TK)
 
@@ -79,12 +81,13 @@ class CapacityMoE(DroplessMoE):
     """The GShard/Switch baseline: an expert takes `capacity_factor` times the balanced load and drops the rest.
 
     Tokens whose slots are all dropped leave the layer as zeros (the block's residual carries them). Capacity is counted
-    over the tokens of one forward on one rank.
+    over the tokens of one forward on one rank, padding left out.
     """
 
     def admit(self, experts_TK: Tensor) -> Tensor:
         config = self.config
-        capacity = expert_capacity(len(experts_TK), config.num_experts, config.top_k, config.capacity_factor)
+        n_tokens = (experts_TK[:, 0] < config.num_experts).sum()  # without padding, which must change nothing
+        capacity = expert_capacity(n_tokens, config.num_experts, config.top_k, config.capacity_factor)
         return drop_over_capacity(experts_TK, config.num_experts, capacity)
 
 

@@ -65,15 +65,20 @@ def route(logits_TE: Tensor, config: MoEConfig, bias_E: Tensor | None = None, ma
         scores_TE = probs_TE = logits_TE.softmax(dim=-1)
     else:
         scores_TE = logits_TE.sigmoid()
-        probs_TE = scores_TE / scores_TE.sum(dim=-1, keepdim=True)
+        probs_TE = _normalized(scores_TE)
     experts_TK = remember(lambda: select_experts(scores_TE.detach(), config, bias_E))
     weights_TK = scores_TE.gather(1, experts_TK)
     if config.normalize_weights:
-        weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+        weights_TK = _normalized(weights_TK)
     if mask_T is not None:
         experts_TK = experts_TK.masked_fill(~mask_T[:, None], logits_TE.shape[1])
         weights_TK = weights_TK.masked_fill(~mask_T[:, None], 0.0)
     return Routing(weights_TK, experts_TK, logits_TE, probs_TE)
+
+
+def _normalized(scores: Tensor) -> Tensor:
+    """Scores over their sum; scores that have all underflowed stay zeros."""
+    return scores / scores.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
 
 
 def select_experts(scores_TE: Tensor, config: MoEConfig, bias_E: Tensor | None) -> Tensor:

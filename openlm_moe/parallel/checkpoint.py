@@ -3,7 +3,8 @@
     <folder>/step_0000100/      torch.distributed.checkpoint files, state.json, and COMPLETE, which is written last
     <folder>/.writing-...       a save under way; if it is not finished, the next run's first save removes it
 
-COMPLETE lists every file's size and checksum, so that a torn or altered checkpoint is noticed before it is used.
+COMPLETE lists every file's size and checksum, so that a torn or altered checkpoint is noticed before it is used:
+whatever reads one goes through `Checkpointer.load` or `read_checked_index`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import atexit
 import json
 import logging
 import os
-import pickle
 import re
 import shutil
 import warnings
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 class Checkpointer:
     """Saves and loads checkpoints in `folder`. Every rank makes one and calls its methods together with the others.
 
-    keep_last: how many complete checkpoints stay; None keeps all.
+    keep_last: how many complete checkpoints stay, of the step just saved and those before it; None keeps all.
     asynchronous: `save` returns as soon as the state is copied to the host, and a thread writes it. Call `close` (or
         `wait`) before the process group ends. An error of that thread is raised by the next call.
     """
@@ -64,6 +64,7 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._cleaned = False
+        self._undamaged: Path | None = None  # what `latest` found to be so
         atexit.register(self._thread.shutdown)
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer | None, state: dict[str, Any]) -> Path:
@@ -108,8 +109,9 @@ class Checkpointer:
         names = self._from_main(lambda: [path.name for path in complete_checkpoints(self.folder)])
         for name in reversed(names):
             path = self.folder / name
-            fault = next(filter(None, self._all(lambda path=path: self._fault(path))), None)
+            fault = self._fault(path)
             if fault is None:
+                self._undamaged = path
                 return path
             if self._rank == 0:
                 log.warning("skipping checkpoint %s: %s", path, fault)
@@ -118,18 +120,31 @@ class Checkpointer:
     def load(self, path: Path | str, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
         """Loads weights and optimizer state in place, from whatever layout they were saved in; returns the JSON state.
 
-        Raises `UserError` if the checkpoint is of another model or optimizer.
+        Raises `UserError` if the checkpoint is damaged, or of another model or optimizer.
         """
         self.wait()
         path = Path(path)
+        require_complete(path)
+        if path != self._undamaged:
+            refuse_damaged(path, self._fault(path))
         state = get_state(model, optimizer)
-        check_fit(read_checked_index(path), state, f"checkpoint {path}")
+        check_fit(read_index(path), state, f"checkpoint {path}")
         read_tensors(state, path, self._group)
         set_state(state, model, optimizer)
         return json.loads((path / STATE).read_text())
 
     def _write(self, path: Path, tensors: dict[str, Any], state: str, planner: SavePlanner | None = None) -> None:
         aside = path.with_name(f".writing-{path.name}")
+        try:
+            self._write_aside(aside, path, tensors, state, planner)
+        except Exception:
+            if self._rank == 0:  # on a full disk it would be in the way of everything that comes after
+                shutil.rmtree(aside, ignore_errors=True)
+            raise
+
+    def _write_aside(
+        self, aside: Path, path: Path, tensors: dict[str, Any], state: str, planner: SavePlanner | None
+    ) -> None:
         self._on_main(lambda: _empty_folder(aside))
         try:
             with warnings.catch_warnings():
@@ -158,7 +173,9 @@ class Checkpointer:
         _sync_folder(self.folder)
         shutil.rmtree(replaced, ignore_errors=True)
         if self.keep_last is not None:
-            for old in complete_checkpoints(self.folder)[: -self.keep_last]:
+            # Later steps than this are of a history that was left, or damaged: they count for nothing here.
+            history = [p for p in complete_checkpoints(self.folder) if _step(p) <= _step(path)]
+            for old in history[: -self.keep_last]:
                 # The marker goes first: a half-removed checkpoint must not look complete.
                 (old / MARKER).unlink()
                 shutil.rmtree(old)
@@ -178,18 +195,8 @@ class Checkpointer:
                 replaced.rename(original)
 
     def _fault(self, path: Path) -> str | None:
-        """What is wrong with this rank's share of the files of `path`, in words."""
-        try:
-            files = json.loads((path / MARKER).read_text())["files"]
-            for name in self._share(sorted(files)):
-                if not (path / name).exists():
-                    return f"{name} is missing"
-                if _checksum(path / name) != files[name]:
-                    return f"{name} is not as it was written"
-            read_index(path)
-        except (OSError, ValueError, KeyError, TypeError, EOFError, AttributeError, pickle.UnpicklingError) as error:
-            return f"it cannot be read ({error})"
-        return None
+        """What is wrong with the checkpoint at `path`, in words; the ranks share its files among them."""
+        return next(filter(None, self._all(lambda: find_fault(path, self._share))), None)
 
     def _share(self, names: list[str]) -> list[str]:
         return names[self._rank :: self._world]
@@ -221,18 +228,45 @@ def complete_checkpoints(folder: Path | str) -> list[Path]:
     folder = Path(folder)
     if not folder.is_dir():
         return []
-    found = [(int(m[1]), path) for path in folder.iterdir() if (m := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found) if (path / MARKER).exists()]
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    return [path for path in sorted(found, key=_step) if (path / MARKER).exists()]
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
 
 
 def read_checked_index(path: Path) -> Any:
-    """The checkpoint's index. Raises `UserError` if `path` is no complete checkpoint, or not safe to read."""
+    """The checkpoint's index. Raises `UserError` if `path` is no complete checkpoint, damaged, or not safe to read."""
+    require_complete(path)
+    refuse_damaged(path, find_fault(path))
+    return read_index(path)
+
+
+def require_complete(path: Path) -> None:
+    """Raises `UserError` where there is no complete checkpoint at `path`."""
     if not (path / MARKER).exists():
         raise UserError(f"{path} is no complete checkpoint (it has no file {MARKER}); give a step_ folder that has one")
+
+
+def refuse_damaged(path: Path, fault: str | None) -> None:
+    if fault is not None:
+        raise UserError(f"checkpoint {path} is damaged: {fault}; use an older one")
+
+
+def find_fault(path: Path, share: Callable[[list[str]], list[str]] = list) -> str | None:
+    """What is wrong with the `share` of the files of the checkpoint at `path`, in words."""
     try:
-        return read_index(path)
-    except (OSError, ValueError, TypeError, EOFError, AttributeError, pickle.UnpicklingError) as error:
-        raise UserError(f"checkpoint {path} cannot be read: {error}; use an older one") from error
+        files = json.loads((path / MARKER).read_text())["files"]
+        for name in share(sorted(files)):
+            if not (path / name).exists():
+                return f"{name} is missing"
+            if _checksum(path / name) != files[name]:
+                return f"{name} is not as it was written"
+        read_index(path)
+    except Exception as error:  # unpickling what is damaged may raise anything
+        return f"it cannot be read ({error})"
+    return None
 
 
 def _checksum(path: Path) -> list[int]:

@@ -47,6 +47,11 @@ def main() -> int:
         require_gpu()
     steps = tiny_steps(out) if options.tiny else gpu_steps(out)
     chosen = [step for step in steps if step.name.startswith(tuple(options.only or ("",)))]
+    for name in options.again:
+        if name not in [step.name for step in chosen]:
+            parser.error(f"--again {name} is no step of these: {', '.join(step.name for step in chosen)}")
+    if not chosen:
+        parser.error(f"--only {' '.join(options.only)} begins no step of: {', '.join(step.name for step in steps)}")
     for step in chosen:
         if step.name in options.again:
             record_of(step, out).unlink(missing_ok=True)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -271,8 +272,12 @@ def test_checkpoints_without_a_model_of_ours(tmp_path, capsys):
     assert "does not say what model it is of" in refusal(capsys, "openlm-to-hf", tmp_path / "run", tmp_path / "hf")
     state.write_text(json.dumps(whole | {"model": {"family": "mixtral"}}))
     assert "trained by --hf-model" in refusal(capsys, "openlm-to-hf", tmp_path / "run", tmp_path / "hf")
-    other = whole["model"] | {"n_layers": 2}
-    state.write_text(json.dumps(whole | {"model": other}))
+    state.write_text(json.dumps(whole | {"model": whole["model"] | {"n_layers": 2}}))
+    assert "state.json is not as it was written" in refusal(capsys, "openlm-to-hf", tmp_path / "run", tmp_path / "hf")
+    marker = state.with_name("COMPLETE")
+    files = json.loads(marker.read_text())["files"]
+    files["state.json"] = [state.stat().st_size, zlib.crc32(state.read_bytes())]
+    marker.write_text(json.dumps({"files": files}))
     said = refusal(capsys, "openlm-to-hf", tmp_path / "run", tmp_path / "hf")
     assert "holds, without a use for them, layers.2.attention.in_proj.weight" in said
 

@@ -187,6 +187,9 @@ def test_token_ids_follow_the_vocabulary(make_source: Maker, tmp_path: Path) -> 
     open_data([source], seq_len=4, vocab_size=5)
     with pytest.raises(UserError, match=r"00000\.tar has token id 4, but the vocabulary has 4 entries"):
         open_data([source], seq_len=4, vocab_size=4)
+    write_shard(tmp_path / "n.tar", [np.array([1, -1, -101])])
+    with pytest.raises(UserError, match=r"n\.tar has token id -101, but the vocabulary has 100 entries"):
+        open_data([str(tmp_path / "n.tar")], seq_len=2, vocab_size=100)
     write_shard(tmp_path / "n.tar", [np.array([1, -1, -2])])
     batch = next(open_data([str(tmp_path / "n.tar")], seq_len=2, vocab_size=100).batches(1))
     assert batch["tokens"].tolist() == [[1, 99, 98]]

@@ -112,6 +112,18 @@ def test_any_leading_shape(shape):
     torch.testing.assert_close(moe(x.view(*shape, D)).view(15, D), moe(x))
 
 
+@pytest.mark.parametrize("settings", [{"shared_experts": 1}, {"moe_type": "capacity"}, {"score": "sigmoid"}])
+def test_nan_in_padding_stays_there(settings):
+    moe, x = layer(z_loss_weight=0.1, **settings), tokens().detach()
+    x[3] = float("nan")
+    x.requires_grad_()
+    with collect_losses(moe) as losses:
+        out = moe(x, torch.arange(len(x)) != 3)
+        out.square().sum().backward()
+    assert out.isfinite().all() and losses.load_balancing_loss.isfinite() and losses.z_loss.isfinite()
+    assert all(p.grad.isfinite().all() for p in (x, *moe.parameters()))
+
+
 def test_no_tokens():
     moe = layer()
     x = torch.zeros(0, D, dtype=torch.double, requires_grad=True)
@@ -144,15 +156,21 @@ def test_autocast_and_parameter_dtypes(dtype):
 
 class TestCapacity:
     def test_capacity_rounds_up(self):
-        assert expert_capacity(10, 4, 2, 1.25) == 7  # 1.25 * 20 / 4 = 6.25
+        assert expert_capacity(torch.tensor(10), 4, 2, 1.25) == 7  # 1.25 * 20 / 4 = 6.25
 
     def test_first_choices_come_before_second_ones(self):
         experts = torch.tensor([[1, 0], [0, 1], [0, 2]])
-        assert drop_over_capacity(experts, 3, 2).tolist() == [[1, 3], [0, 1], [0, 2]]
+        assert drop_over_capacity(experts, 3, torch.tensor(2)).tolist() == [[1, 3], [0, 1], [0, 2]]
 
     def test_masked_slots_take_no_room(self):
         experts = torch.tensor([[3, 3], [0, 1], [0, 1]])
-        assert drop_over_capacity(experts, 3, 1).tolist() == [[3, 3], [0, 1], [3, 3]]
+        assert drop_over_capacity(experts, 3, torch.tensor(1)).tolist() == [[3, 3], [0, 1], [3, 3]]
+
+    def test_padding_changes_nothing(self):
+        moe, x = layer(moe_type="capacity", capacity_factor=0.5), tokens(8).detach()
+        padded = torch.cat([x, tokens(24, seed=1).detach()])
+        out = moe(padded, torch.arange(32) < 8)
+        assert torch.equal(out[:8], moe(x))
 
     def test_equals_the_loop_over_admitted_slots_and_counts_the_rest(self):
         moe, x = layer(moe_type="capacity", capacity_factor=0.5), tokens()

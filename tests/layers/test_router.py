@@ -54,6 +54,14 @@ def test_bias_moves_the_selection_and_not_the_weights():
     torch.testing.assert_close(routing.weights_TK[:, 0], LOGITS.softmax(-1)[:, 3])
 
 
+@pytest.mark.parametrize("normalize", [True, False])
+def test_scores_that_underflow_make_no_nan(normalize):
+    logits = torch.full((2, 4), -1e4, requires_grad=True)
+    routing = route(logits, MoEConfig(num_experts=4, score="sigmoid", normalize_weights=normalize))
+    (routing.weights_TK.sum() + routing.probs_TE.square().sum()).backward()
+    assert routing.weights_TK.isfinite().all() and routing.probs_TE.isfinite().all() and logits.grad.isfinite().all()
+
+
 def test_masked_tokens_go_nowhere():
     routing = route(LOGITS, MoEConfig(num_experts=4), mask_T=torch.tensor([True, False]))
     assert routing.experts_TK.tolist() == [[0, 1], [4, 4]]

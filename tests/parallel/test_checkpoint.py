@@ -15,7 +15,7 @@ from torch import nn
 from openlm_moe import UserError
 from openlm_moe.parallel import Checkpointer
 from openlm_moe.parallel import checkpoint as module
-from openlm_moe.parallel.checkpoint import MARKER, complete_checkpoints
+from openlm_moe.parallel.checkpoint import MARKER, complete_checkpoints, read_checked_index
 from openlm_moe.parallel.safe_reader import read_index, read_tensors
 
 
@@ -132,6 +132,35 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, kind, caplog):
     assert keeper.latest().name == "step_0000002"
 
 
+@pytest.mark.parametrize("kind", sorted(DAMAGE.keys() - {"no marker"}))
+def test_a_damaged_checkpoint_is_not_read(tmp_path, kind):
+    model, optimizer = make(0)
+    keeper = Checkpointer(tmp_path)
+    path = keeper.save(1, model, optimizer, {})
+    keeper.wait()
+    DAMAGE[kind](path)
+    for read in (lambda: keeper.load(path, *make(1)), lambda: read_checked_index(path)):
+        with pytest.raises(UserError, match=r"step_0000001 is damaged: .*; use an older one"):
+            read()
+
+
+def test_keep_last_keeps_what_was_just_saved(tmp_path):
+    """A run that goes on from an older checkpoint, since the newest is damaged, must not lose its own to that one."""
+    model, optimizer = make(0)
+    keeper = Checkpointer(tmp_path)
+    for number in (10, 20):
+        keeper.save(number, model, optimizer, {})
+    keeper.close()
+    damage_bit(tmp_path / "step_0000020")
+    again = Checkpointer(tmp_path, keep_last=1)
+    assert again.latest().name == "step_0000010"
+    again.save(12, model, optimizer, {})
+    assert again.latest().name == "step_0000012"
+    again.save(20, model, optimizer, {})
+    again.close()
+    assert os.listdir(tmp_path) == ["step_0000020"]
+
+
 def test_none_at_all(tmp_path):
     assert Checkpointer(tmp_path / "new").latest() is None
 
@@ -151,7 +180,15 @@ def test_a_save_that_fails_leaves_the_last_one(tmp_path, monkeypatch, failing):
     with pytest.raises(OSError, match="disk full"):
         keeper.wait()
     monkeypatch.undo()
-    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step_0000001"]
+    assert os.listdir(tmp_path) == ["step_0000001"]
+
+
+def test_what_a_killed_save_left_is_removed_by_the_next_save(tmp_path):
+    model, optimizer = make(0)
+    keeper = Checkpointer(tmp_path)
+    keeper.save(1, model, optimizer, {})
+    keeper.close()
+    (tmp_path / ".writing-step_0000002").mkdir()
     again = Checkpointer(tmp_path)
     assert again.latest().name == "step_0000001"
     assert sorted(os.listdir(tmp_path)) == [".writing-step_0000002", "step_0000001"], "a reader must remove nothing"

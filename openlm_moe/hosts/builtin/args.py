@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -238,15 +239,19 @@ def check_args(args: argparse.Namespace) -> None:
     """Raises `UserError` for the first value that is out of range or contradicts another."""
     for name in ("epochs", "accum_freq", "log_every_n_steps", "val_frequency", "remote_sync_frequency"):
         _at_least(args, name, 1)
-    for name in ("warmup", "save_frequency", "save_every_n_steps", "workers", "lr", "wd", "z_loss_coefficient", "eps"):
+    for name in ("warmup", "save_frequency", "save_every_n_steps", "workers", "lr", "lr_cooldown_end", "force_min_lr"):
         _at_least(args, name, 0)
+    for name in ("wd", "z_loss_coefficient", "eps"):
+        _at_least(args, name, 0)
+    if not -(2**63) <= args.seed < 2**63:
+        raise UserError(f"--seed is {args.seed}; it must fit into 64 bits")
     for name in ("global_batch_size", "global_val_batch_size", "keep_last", "epochs_cooldown", "train_num_samples"):
         if getattr(args, name) is not None:
             _at_least(args, name, 1)
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(args, name) < 1:
             raise UserError(f"{_flag(name)} is {getattr(args, name)}; it must be at least 0 and below 1")
-    if args.grad_clip_norm is not None and args.grad_clip_norm <= 0:
+    if args.grad_clip_norm is not None and not args.grad_clip_norm > 0:  # NaN is refused too
         raise UserError(f"--grad-clip-norm is {args.grad_clip_norm}; it must be above 0")
     if args.train_data is not None and args.dataset_manifest is not None:
         raise UserError("--train-data and --dataset-manifest both name training data; give one of them")
@@ -291,8 +296,8 @@ def _check_fsdp(args: argparse.Namespace) -> None:
 
 
 def _at_least(args: argparse.Namespace, name: str, least: float) -> None:
-    if not getattr(args, name) >= least:  # NaN is refused too
-        raise UserError(f"{_flag(name)} is {getattr(args, name)}; it must be {least} or more")
+    if not least <= getattr(args, name) < math.inf:  # NaN is refused too
+        raise UserError(f"{_flag(name)} is {getattr(args, name)}; it must be {least} or more, and finite")
 
 
 def _flag(dest: str) -> str:
