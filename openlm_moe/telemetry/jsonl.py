@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from openlm_moe.errors import UserError
 from openlm_moe.telemetry.metrics import STEP, WALL_TIME
 
 FILE = "metrics.jsonl"
 SUPERSEDED_FILE = "metrics.superseded.jsonl"
+WAIT = 10.0  # seconds: the data workers of a process that was killed hold its lock a little longer
 
 
 def _plain(value: Any) -> Any:
@@ -39,15 +42,41 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
                 yield line, record
 
 
+def _lock(file: BinaryIO, folder: Path) -> None:
+    """Takes the file's lock until it is closed; on a file system without locks, does nothing."""
+    deadline = time.monotonic() + WAIT
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() < deadline:
+                time.sleep(0.2)
+                continue
+            file.close()
+            raise UserError(
+                f"another process is writing to {folder}; let that run end, or choose another --name"
+            ) from None
+        except OSError:
+            return
+
+
 class JsonlSink:
     """Appends records to `folder`/metrics.jsonl and flushes each.
 
     Records later than `resume_step` come from a run that went on after the checkpoint that is now resumed. They move to
     metrics.superseded.jsonl, so that any reader of metrics.jsonl meets each step once and nothing is lost.
+
+    The file stays locked while the sink is open: a second start of a run that is alive is refused by `UserError`.
     """
 
     def __init__(self, folder: Path, resume_step: int = 0) -> None:
         path = folder / FILE
+        try:
+            before = path.open("ab")
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {error.strerror}; name another folder for the run") from None
+        _lock(before, folder)
         kept, superseded = [], []
         for line, record in _lines(path):
             (kept if record.get(STEP, 0) <= resume_step else superseded).append((line, record))
@@ -56,11 +85,13 @@ class JsonlSink:
             if superseded:
                 with (folder / SUPERSEDED_FILE).open("ab") as file:
                     file.writelines(line for line, _ in superseded)
-            if path.exists():
-                aside = path.with_suffix(".tmp")
-                aside.write_bytes(b"".join(line for line, _ in kept))
-                os.replace(aside, path)
-            self._file = path.open("ab")
+            aside = path.with_suffix(".tmp")
+            self._file = aside.open("wb")
+            _lock(self._file, folder)  # before it takes the other's place: at no time is there one to be had
+            self._file.writelines(line for line, _ in kept)
+            self._file.flush()
+            os.replace(aside, path)
+            before.close()
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror}; name another folder for the run") from None
         self.rows_ever = len(kept) + sum(1 for _ in _lines(folder / SUPERSEDED_FILE))

@@ -57,6 +57,18 @@ def test_a_step_keeps_the_time_at_which_it_was_done(tmp_path: Path) -> None:
     assert (record["train/loss"], record["valid/stdlib/loss"]) == (1.0, 2.0)
 
 
+def test_a_second_start_of_a_live_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("openlm_moe.telemetry.jsonl.WAIT", 0.0)
+    for first in (1, 3):  # in a new folder, and in one with a history
+        with Sinks(tmp_path, resume_step=first) as sinks:
+            sinks.log({"train/loss": 1.0}, step=first, tokens=10)
+            with pytest.raises(UserError, match=r"another process is writing to .*; let that run end"):
+                Sinks(tmp_path, resume_step=0)
+            sinks.log({"train/loss": 1.0}, step=first + 1, tokens=20)
+    assert raw_steps(tmp_path / "metrics.jsonl") == [1, 2, 3, 4]
+    assert not (tmp_path / "metrics.superseded.jsonl").exists()
+
+
 def test_half_a_line_of_a_killed_process_is_dropped(tmp_path: Path) -> None:
     log_steps(tmp_path, 1, 2)
     with (tmp_path / "metrics.jsonl").open("a") as file:
