@@ -6,7 +6,6 @@ Memory: the file being written, and one shard of one tensor.
 from __future__ import annotations
 
 import argparse
-import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from openlm_moe.convert.open_lm_format import OUR_STATE, rotary_tables
-from openlm_moe.parallel.checkpoint import STATE, read_checked_index
+from openlm_moe.convert.open_lm_format import OUR_STATE, rotary_tables, save_pt
+from openlm_moe.parallel.checkpoint import read_checked_index, read_state
 from openlm_moe.parallel.safe_reader import read_tensors
 
 
@@ -28,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Converts, and says what was written."""
     index = read_checked_index(arguments.checkpoint)
-    state = json.loads((arguments.checkpoint / STATE).read_text())
+    state = read_state(arguments.checkpoint)
     arguments.output.mkdir(parents=True, exist_ok=True)
     epoch = int(state.get("epoch", 0))
     common = {"epoch": epoch, "name": state.get("name", ""), "evaluation_metrics": _metrics(state)}
@@ -81,7 +80,5 @@ def _metrics(state: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _save(content: dict[str, Any], path: Path, tensors: int) -> None:
-    aside = path.with_suffix(".writing")
-    torch.save(content, aside)
-    aside.replace(path)
+    save_pt(content, path)
     print(f"{path}: {tensors} tensors")

@@ -11,10 +11,9 @@ import argparse
 import re
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from openlm_moe.convert.open_lm_format import load_pt, model_tensors
+from openlm_moe.convert.open_lm_format import load_pt, model_tensors, save_pt
 from openlm_moe.errors import UserError
 
 _THEIRS = re.compile(
@@ -34,7 +33,7 @@ def run(arguments: argparse.Namespace) -> None:
     checkpoint = load_pt(arguments.weights)
     source = model_tensors(checkpoint)
     converted, unused = convert(source)
-    torch.save({**checkpoint, "state_dict": converted}, arguments.output)
+    save_pt({**checkpoint, "state_dict": converted}, arguments.output)
     layers = sum(name.endswith("router.weight") for name in converted)
     print(
         f"{arguments.output}: {len(converted)} tensors, {layers} MoE layers; each of {len(source)} tensors used once,"

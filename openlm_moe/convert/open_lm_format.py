@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openlm_moe.errors import UserError
+from openlm_moe.errors import UserError, writing
+from openlm_moe.parallel.safe_reader import why_refused
 
 # Where open_lm's files have nothing to say, ours goes along: the JSON state of a sharded checkpoint.
 OUR_STATE = "openlm_moe"
@@ -30,12 +30,23 @@ def load_pt(path: Path | str) -> dict[str, Any]:
     try:
         with torch.serialization.safe_globals(_numpy_numbers()):
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"{path} cannot be read as tensors and plain values: {reason}") from error
+    except Exception as error:  # unpickling what is damaged may raise anything
+        raise UserError(f"{path} cannot be read as tensors and plain values: {why_refused(error)}") from error
     if not isinstance(loaded, dict):
         raise UserError(f"{path} holds a {type(loaded).__name__}, not open_lm's dict")
     return loaded
+
+
+def save_pt(content: dict[str, Any], path: Path) -> None:
+    """Writes `content` to `path`, whole or not at all. Raises `UserError`."""
+    aside = path.with_name(f".writing-{path.name}")
+    try:
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(content, aside)
+            aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def _numpy_numbers() -> list[Any]:
@@ -53,6 +64,8 @@ def _numpy_numbers() -> list[Any]:
 def model_tensors(checkpoint: dict[str, Any]) -> dict[str, Tensor]:
     """Weights by their plain names: without wrappers' prefixes and without rotary tables, which are computed."""
     state = checkpoint.get("state_dict", checkpoint)
+    if not isinstance(state, dict):
+        raise UserError(f"the file's state_dict is a {type(state).__name__}, not a dict of weights; name an epoch_N.pt")
     tensors = {_WRAPPERS.sub("", name): value for name, value in state.items() if isinstance(value, Tensor)}
     if not tensors:
         raise UserError("the file holds no weights: it has neither state_dict nor tensors; name an epoch_N.pt")

@@ -33,9 +33,9 @@ from openlm_moe.data.tokenizer import END_TOKENS
 from openlm_moe.errors import UserError
 from openlm_moe.hosts.builtin.params import ModelParams
 from openlm_moe.hosts.builtin.run_folder import embedded_tokenizer_of
-from openlm_moe.hosts.builtin.saving import find_checkpoint, model_of, read_state
+from openlm_moe.hosts.builtin.saving import find_checkpoint, model_of
 from openlm_moe.interop.hf_model_files import carry, complete_folder
-from openlm_moe.parallel.checkpoint import read_checked_index
+from openlm_moe.parallel.checkpoint import read_checked_index, read_state
 from openlm_moe.parallel.safe_reader import read_tensors
 
 

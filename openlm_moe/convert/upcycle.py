@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from openlm_moe.config import MoEConfig
-from openlm_moe.convert.open_lm_format import OUR_STATE, load_pt, model_tensors
+from openlm_moe.convert.open_lm_format import OUR_STATE, load_pt, model_tensors, save_pt
 from openlm_moe.errors import UserError
 from openlm_moe.layers.init import truncated_normal
 
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> None:
     source = model_tensors(checkpoint)
     tensors, hidden = upcycle(source, config, arguments.split, arguments.noise, arguments.seed)
     kept = {key: value for key, value in checkpoint.items() if key != OUR_STATE}  # which resumes the dense model
-    torch.save({**kept, "state_dict": tensors}, arguments.output)
+    save_pt({**kept, "state_dict": tensors}, arguments.output)
     print(f"{arguments.output}: each of {len(source)} tensors used, {len(tensors)} written; train it with")
     top_k = arguments.split * max(1, min(2, arguments.experts // arguments.split))
     print(

@@ -58,7 +58,7 @@ class SampleTaker:
             tokens = self.reader.read(where, member)
         except UserError as error:
             if not self.ignore_parse_errors:
-                raise
+                raise UserError(f"{error}; or leave out what cannot be read: --ignore-parse-errors") from error
             log.warning("left out: %s", error)
             return np.empty(0, dtype=np.int64)
         wanted = self.seq_len + 1

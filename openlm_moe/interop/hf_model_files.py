@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from openlm_moe.errors import UserError
+from openlm_moe.errors import UserError, writing
 from openlm_moe.interop.hf_experts import NAME
 from openlm_moe.interop.hf_model import HFModel, build_on_meta
 from openlm_moe.layers.init import local_part
@@ -122,14 +122,15 @@ def complete_folder(output: Path, replace: bool = False) -> Iterator[Path]:
         raise UserError(f"{output} exists already; name another folder")
     aside = output.with_name(f".writing-{output.name}")
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
     try:
-        yield aside
-        if replace:
-            shutil.rmtree(output, ignore_errors=True)
-        elif output.exists():
-            output.rmdir()  # it is empty
-        aside.rename(output)
+        with writing(output):
+            aside.mkdir(parents=True)
+            yield aside
+            if replace:
+                shutil.rmtree(output, ignore_errors=True)
+            elif output.exists():
+                output.rmdir()  # it is empty
+            aside.rename(output)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

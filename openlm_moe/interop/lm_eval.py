@@ -18,11 +18,12 @@ from openlm_moe.errors import UserError
 from openlm_moe.hosts.builtin.generate import generate
 from openlm_moe.hosts.builtin.model import Transformer
 from openlm_moe.hosts.builtin.run_folder import embedded_tokenizer_of
-from openlm_moe.hosts.builtin.saving import find_checkpoint, model_of, read_state
+from openlm_moe.hosts.builtin.saving import find_checkpoint, model_of
 from openlm_moe.interop.hf_experts import NAME, register
 from openlm_moe.interop.hf_model import experts_of, read_config
 from openlm_moe.interop.hf_model_files import quiet
 from openlm_moe.parallel import Checkpointer
+from openlm_moe.parallel.checkpoint import read_state
 
 
 def make_lm(

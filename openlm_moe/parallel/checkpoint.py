@@ -29,7 +29,8 @@ from torch.distributed.checkpoint import SavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
-from openlm_moe.errors import UserError
+from openlm_moe.errors import UserError, writing
+from openlm_moe.parallel.ranks import ToldElsewhere
 from openlm_moe.parallel.safe_reader import read_index, read_tensors
 from openlm_moe.parallel.state import check_fit, copy_to_host, get_state, set_state
 
@@ -44,7 +45,8 @@ class Checkpointer:
 
     keep_last: how many complete checkpoints stay, of the step just saved and those before it; None keeps all.
     asynchronous: `save` returns as soon as the state is copied to the host, and a thread writes it. Call `close` (or
-        `wait`) before the process group ends. An error of that thread is raised by the next call.
+        `wait`) before the process group ends. An error of that thread is raised by the next call: a `UserError` where
+        the checkpoint could not be written.
     """
 
     def __init__(
@@ -68,7 +70,10 @@ class Checkpointer:
         atexit.register(self._thread.shutdown)
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer | None, state: dict[str, Any]) -> Path:
-        """Saves weights, optimizer state and `state` (JSON values) as the checkpoint of `step`; returns its folder."""
+        """Saves weights, optimizer state and `state` (JSON values) as the checkpoint of `step`; returns its folder.
+
+        `read_state` gives `state` back, with `step`.
+        """
         self.wait()  # before the state is looked at, so that an earlier failure costs no copy
         return self.write(step, get_state(model, optimizer), state)
 
@@ -83,7 +88,7 @@ class Checkpointer:
         if not self._cleaned:  # not earlier: who only reads may share the folder with a run that is saving
             self._on_main(self._clean)
             self._cleaned = True
-        text = json.dumps(state)
+        text = json.dumps({**state, "step": step})
         path = self.folder / f"step_{step:07d}"
         if self.asynchronous:
             self._pending = self._thread.submit(self._write, path, copy_to_host(tensors), text)
@@ -131,15 +136,18 @@ class Checkpointer:
         check_fit(read_index(path), state, f"checkpoint {path}")
         read_tensors(state, path, self._group)
         set_state(state, model, optimizer)
-        return json.loads((path / STATE).read_text())
+        return read_state(path)
 
     def _write(self, path: Path, tensors: dict[str, Any], state: str, planner: SavePlanner | None = None) -> None:
         aside = path.with_name(f".writing-{path.name}")
         try:
-            self._write_aside(aside, path, tensors, state, planner)
-        except Exception:
+            with writing(path):
+                self._write_aside(aside, path, tensors, state, planner)
+        except Exception as error:
             if self._rank == 0:  # on a full disk it would be in the way of everything that comes after
                 shutil.rmtree(aside, ignore_errors=True)
+            elif isinstance(error, UserError):
+                raise ToldElsewhere(str(error)) from error
             raise
 
     def _write_aside(
@@ -241,6 +249,17 @@ def read_checked_index(path: Path) -> Any:
     require_complete(path)
     refuse_damaged(path, find_fault(path))
     return read_index(path)
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The JSON part of the checkpoint at `path`: what was given to `save`, and `step`. Raises `UserError`."""
+    try:
+        state = json.loads((path / STATE).read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"checkpoint {path} cannot be read: {error}; use another one") from None
+    if not isinstance(state, dict) or type(state.get("step")) is not int:
+        raise UserError(f"checkpoint {path} cannot be read: its {STATE} names no step; use another one")
+    return state
 
 
 def require_complete(path: Path) -> None:

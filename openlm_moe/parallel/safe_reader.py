@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import warnings
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -103,5 +104,13 @@ def read_tensors(
             dcp.load(state, storage_reader=reader, planner=planner, process_group=process_group, no_dist=alone)
     except CheckpointException as error:  # not an Exception: nobody would expect it
         first = next(iter(error.failures.values()))[0]
-        reason = str(first).strip().splitlines()[0]
-        raise UserError(f"checkpoint {folder} cannot be read: {reason}; use an older one") from first
+        raise UserError(f"checkpoint {folder} cannot be read: {why_refused(first)}; use an older one") from first
+
+
+def why_refused(error: BaseException) -> str:
+    """Why a file was not read, in one line. Of torch's refusals without their advice to run whatever it holds."""
+    text = str(error).strip()
+    if "Weights only load failed" in text:
+        named = re.search(r"GLOBAL ([\w.]+)", text)
+        return f"it holds {named[1] if named else 'something'}, which is neither a tensor nor a plain value"
+    return text.partition("\n")[0] or type(error).__name__

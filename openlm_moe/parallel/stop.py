@@ -1,7 +1,8 @@
 """Stopping at a step edge, all ranks together.
 
 A stop is asked for by a file (the launch script's way: torchrun passes signals on only for the 30 seconds until it
-kills) or by SIGTERM or SIGUSR1 to any rank. Each step edge the ranks tell each other what they saw.
+kills), by SIGTERM or SIGUSR1 to any rank, or by any rank's `request`. Each step edge the ranks tell each other what
+they saw.
 """
 
 from __future__ import annotations
@@ -21,13 +22,17 @@ class StopRequest:
 
     def __init__(self, file: Path | str) -> None:
         self.file = Path(file)
-        self._signalled = False
+        self._requested = False
         self._flag: torch.Tensor | None = None
         self._pending: Any = None
         self._previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        self._signalled = True
+        self.request()
+
+    def request(self) -> None:
+        """Asks for a stop of all ranks, from this one."""
+        self._requested = True
 
     def agreed(self) -> bool:
         """To be called once at each step edge by every rank. True on all ranks at the same edge.
@@ -46,7 +51,7 @@ class StopRequest:
         return answer
 
     def _seen(self) -> bool:
-        return self._signalled or (self._is_main() and self.file.exists())
+        return self._requested or (self._is_main() and self.file.exists())
 
     def _is_main(self) -> bool:
         return not dist.is_initialized() or dist.get_rank() == 0

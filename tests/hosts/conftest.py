@@ -19,13 +19,20 @@ SEQ_LEN, VOCAB = 16, 64
 MODEL = {"hidden_dim": 16, "n_layers": 2, "n_heads": 2, "seq_len": SEQ_LEN, "vocab_size": VOCAB}
 
 
-def write_source(folder: Path, shards: int, samples: int, seed: int, length: int = SEQ_LEN + 1) -> Path:
-    """Shards of arithmetic sequences (learnable) with a random start, and their manifest; returns the manifest."""
+def write_source(
+    folder: Path, shards: int, samples: int, seed: int, length: int = SEQ_LEN + 1, bad: tuple[int, int] | None = None
+) -> Path:
+    """Shards of arithmetic sequences (learnable) with a random start, and their manifest; returns the manifest.
+
+    `bad`: the shard and the number in it of a sample that holds a token beyond the vocabulary.
+    """
     rng = np.random.default_rng(seed)
     entries = []
     for number in range(shards):
         starts, strides = rng.integers(0, VOCAB, samples), rng.integers(1, 4, samples)
         rows = (starts[:, None] + strides[:, None] * np.arange(length)) % VOCAB
+        if bad is not None and bad[0] == number:
+            rows[bad[1]] = VOCAB
         write_shard(folder / f"{number:08d}.tar", rows)
         entries.append((f"{number:08d}", samples))
     write_manifest(folder / "manifest.jsonl", entries)

@@ -1,5 +1,6 @@
 """Saved at step k and resumed: the steps after k equal those of the unbroken run bitwise. And stopping on request."""
 
+import contextlib
 import json
 import shutil
 import signal
@@ -139,6 +140,22 @@ def test_a_stop_request_saves_and_says_how_to_go_on(tiny, how, monkeypatch, caps
     assert [p.name for p in complete_checkpoints(tiny.run_folder() / "checkpoints")] == ["step_0000004"]
     assert tiny.start(*flags, "--resume", "latest") == 0  # the file is gone: it stops one run only
     assert tiny.losses() == tiny.losses("whole")
+
+
+def test_a_transient_checkpoint_goes_with_the_next_one_after_a_restart_too(tiny, monkeypatch):
+    def die(stop):
+        raise KeyboardInterrupt
+
+    flags = ("--epochs", 4, "--save-frequency", 4, "--save-most-recent", "--multiple-data-passes", "--resume", "latest")
+    kept = []
+    for _ in range(3):
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            stop_after(patch, 8, die)  # an epoch is 6 steps
+            tiny.start(*flags)
+        kept.append([p.name for p in complete_checkpoints(tiny.run_folder() / "checkpoints")])
+    assert kept == [["step_0000006"], ["step_0000012"], ["step_0000018"]]
+    assert tiny.start(*flags) == 0
+    assert [p.name for p in complete_checkpoints(tiny.run_folder() / "checkpoints")] == ["step_0000024"]
 
 
 def test_a_stop_at_the_last_step_is_a_finished_run(tiny, monkeypatch, capsys):

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from openlm_moe.data.loader import open_data
 from openlm_moe.parallel.checkpoint import complete_checkpoints
 
 
@@ -219,3 +220,24 @@ def test_data_that_end_early_are_a_failure(tiny, capsys, monkeypatch):
     assert tiny.start() == 1
     assert "the data ended after step 5 of 12" in capsys.readouterr().err
     assert [p.name for p in complete_checkpoints(tiny.run_folder() / "checkpoints")] == ["step_0000005"]
+
+
+def test_data_that_cannot_be_read_stop_the_run_before_their_step_and_lose_nothing(tiny, capsys, make_source):
+    bad = make_source(tiny.folder / "bad", 3, 40, seed=1, bad=(1, 7))
+    order = open_data([str(tiny.train)], seq_len=16, seed=1)
+    bad_step = order.samples(0, 96).index((0, 1, 7, 0)) // 8 + 1
+    assert bad_step > 3
+    flags = ("--dataset-manifest", bad)
+    assert tiny.start(*flags) == 1
+    saved = complete_checkpoints(tiny.run_folder() / "checkpoints")[-1]
+    assert saved.name == f"step_{bad_step - 2:07d}"
+    said = capsys.readouterr().err
+    assert (
+        f"after step {bad_step - 2}, which was saved: sample 7 of shard {bad.parent}/00000001.tar has token id" in said
+    )
+    assert tiny.start(*flags, "--resume", "latest") == 2  # and again, before anything is done
+    assert "error: sample 7 of shard" in capsys.readouterr().err
+    assert tiny.start("--resume", "latest", "--allow-data-change") == 0  # the data made whole
+    assert list(tiny.losses()) == list(range(1, 13))
+    assert tiny.start(name="whole") == 0
+    assert tiny.losses() == tiny.losses("whole")

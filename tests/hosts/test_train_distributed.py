@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from openlm_moe.data.loader import open_data
 from openlm_moe.parallel.checkpoint import complete_checkpoints
 
 pytestmark = pytest.mark.distributed
@@ -91,6 +92,18 @@ def test_bad_input_is_told_once(tiny, torchrun):
     assert done.returncode != 0
     assert done.stderr.count("openlm_moe.main: error: --expert-parallel 3 does not fit 4 experts on 2 ranks") == 1
     assert not tiny.run_folder("bad").exists()
+
+
+def test_data_that_one_rank_cannot_read_stop_both_before_their_step(tiny, torchrun, make_source):
+    bad = make_source(tiny.folder / "bad", 3, 40, seed=1, bad=(1, 7))
+    order = open_data([str(tiny.train)], seq_len=16, seed=1)
+    bad_step = order.samples(0, 96).index((0, 1, 7, 0)) // 8 + 1
+    done = launch(tiny, torchrun, 2, "--dataset-manifest", bad, "--expert-parallel", 2, name="bad")
+    assert done.returncode == 1
+    assert done.stderr.count("openlm_moe.main: stopped: after step") == 1
+    assert f"after step {bad_step - 1}, which was saved: sample 7 of shard" in done.stderr
+    assert done.stderr.count("Traceback") == 1  # torchrun's own
+    assert complete_checkpoints(tiny.run_folder("bad") / "checkpoints")[-1].name == f"step_{bad_step - 1:07d}"
 
 
 @pytest.mark.slow

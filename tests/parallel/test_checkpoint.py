@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import pickle
+import resource
+import signal
 
 import pytest
 import torch
@@ -13,9 +15,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from openlm_moe import UserError
+from openlm_moe.errors import writing
 from openlm_moe.parallel import Checkpointer
 from openlm_moe.parallel import checkpoint as module
-from openlm_moe.parallel.checkpoint import MARKER, complete_checkpoints, read_checked_index
+from openlm_moe.parallel.checkpoint import MARKER, complete_checkpoints, read_checked_index, read_state
 from openlm_moe.parallel.safe_reader import read_index, read_tensors
 
 
@@ -47,7 +50,7 @@ def test_round_trip_and_going_on(tmp_path, asynchronous):
     step(model, optimizer)  # while it may still be writing
     keeper.wait()
     other, other_optimizer = make(2)
-    assert keeper.load(path, other, other_optimizer) == {"tokens": 7, "none": None}
+    assert keeper.load(path, other, other_optimizer) == {"tokens": 7, "none": None, "step": 1}
     for name, value in other.state_dict().items():
         assert torch.equal(value, kept[name]), name
     assert other_optimizer.param_groups[0]["lr"] == 0.02
@@ -177,7 +180,7 @@ def test_a_save_that_fails_leaves_the_last_one(tmp_path, monkeypatch, failing):
 
     monkeypatch.setattr(Checkpointer if failing == "_finish" else module, failing, broken)
     keeper.save(2, model, optimizer, {})
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(UserError, match=r"step_0000002 cannot be written: disk full; .* MiB are free in"):
         keeper.wait()
     monkeypatch.undo()
     assert os.listdir(tmp_path) == ["step_0000001"]
@@ -261,20 +264,55 @@ def test_an_index_that_runs_code_is_refused(tmp_path, monkeypatch):
 def test_a_value_that_runs_code_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     dcp.save({"model": {"w": torch.ones(2)}, "value": Evil()}, checkpoint_id=tmp_path / "c", no_dist=True)
-    with pytest.raises(UserError, match="cannot be read: Weights only load failed"):
+    why = r"it holds exec, which is neither a tensor nor a plain value"
+    with pytest.raises(UserError, match=f"cannot be read: {why}; use an older one$"):
         read_tensors({"model": {"w": torch.zeros(2)}, "value": None}, tmp_path / "c")
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_disk_that_is_full(tmp_path, monkeypatch):
-    def full(*args, **kwargs):
-        raise OSError("no space left")
+@pytest.fixture
+def small_files():
+    """No file of this process may grow beyond 2000 bytes, as on a disk that is full."""
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    signal.signal(signal.SIGXFSZ, previous)
 
+
+def test_a_disk_that_is_full(tmp_path, small_files):
     keeper = Checkpointer(tmp_path)
-    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", full)
-    keeper.save(1, *make(0), {})
-    with pytest.raises(OSError, match="no space left"):
+    keeper.save(1, *make(0, width=400), {})
+    with pytest.raises(UserError, match=r"step_0000001 cannot be written: .*MiB are free in"):
         keeper.wait()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_full_disk_is_told_whoever_writes(tmp_path, small_files):
+    from openlm_moe.convert.open_lm_format import save_pt
+
+    with pytest.raises(UserError, match=r"w\.pt cannot be written: only a part of it was taken; .*MiB are free in"):
+        save_pt({"w": torch.zeros(1000)}, tmp_path / "w.pt")
+    safetensors = pytest.importorskip("safetensors.torch")
+    with pytest.raises(UserError, match=r"w cannot be written: .*os error"), writing(tmp_path / "w"):
+        safetensors.save_file({"w": torch.zeros(1000)}, tmp_path / "w")
+    with pytest.raises(UserError, match=r"w cannot be written: \[Errno 27\] File too large"), writing(tmp_path / "w"):
+        (tmp_path / "w").write_bytes(bytes(3000))
+    with pytest.raises(RuntimeError, match="a fault of the program"), writing(tmp_path / "w"):
+        raise RuntimeError("a fault of the program")
+    assert os.listdir(tmp_path) == ["w"]
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "null", '{"step": "7"}', "{"])
+def test_a_state_that_is_none_is_refused(tmp_path, text):
+    keeper = Checkpointer(tmp_path)
+    path = keeper.save(7, *make(0), {"tokens": 3})
+    keeper.wait()
+    assert read_state(path) == {"tokens": 3, "step": 7}
+    (path / "state.json").write_text(text)
+    with pytest.raises(UserError, match="step_0000007 cannot be read"):
+        read_state(path)
 
 
 def test_an_index_that_points_elsewhere_is_refused(tmp_path):

@@ -16,8 +16,8 @@ from openlm_moe import LossCollector, MoEConfig, UserError, collect_losses, moe_
 from openlm_moe.hosts.builtin.build import build_model, spread
 from openlm_moe.hosts.builtin.count import count_parameters, flops_per_token
 from openlm_moe.hosts.builtin.params import ModelParams, load_model
-from openlm_moe.hosts.builtin.ranks import on_main
 from openlm_moe.parallel import Layout, check_plan
+from openlm_moe.parallel.ranks import on_main
 
 if TYPE_CHECKING:
     from openlm_moe.interop.hf_model import HFDescription

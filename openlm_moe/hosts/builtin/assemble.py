@@ -14,13 +14,14 @@ from openlm_moe.hosts.builtin.optimizer import make_optimizer
 from openlm_moe.hosts.builtin.precision import LossScale
 from openlm_moe.hosts.builtin.prepare import Prepared
 from openlm_moe.hosts.builtin.profiling import Profiler
-from openlm_moe.hosts.builtin.ranks import everywhere, on_main
-from openlm_moe.hosts.builtin.saving import Saver, read_state
+from openlm_moe.hosts.builtin.saving import Saver
 from openlm_moe.hosts.builtin.schedule import make_schedule
 from openlm_moe.hosts.builtin.step import StepRules
 from openlm_moe.hosts.builtin.train import Run
 from openlm_moe.hosts.builtin.verify import verify_kernels
 from openlm_moe.parallel import StopRequest
+from openlm_moe.parallel.checkpoint import read_state
+from openlm_moe.parallel.ranks import everywhere, on_main
 from openlm_moe.telemetry.meters import StepMeter
 from openlm_moe.telemetry.peaks import peak_flops
 from openlm_moe.telemetry.sinks import Sinks

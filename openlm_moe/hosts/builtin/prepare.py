@@ -21,11 +21,12 @@ from openlm_moe.hosts.builtin.embedded import use_embedded_corpus
 from openlm_moe.hosts.builtin.legacy import global_batch_size
 from openlm_moe.hosts.builtin.plan import Plan
 from openlm_moe.hosts.builtin.precision import Precision, make_precision
-from openlm_moe.hosts.builtin.ranks import everywhere, on_main
 from openlm_moe.hosts.builtin.remote_sync import fetch_run
-from openlm_moe.hosts.builtin.saving import CHECKPOINTS, check_same_model, find_checkpoint, read_state
+from openlm_moe.hosts.builtin.saving import CHECKPOINTS, check_same_model, find_checkpoint
 from openlm_moe.hosts.builtin.targets import Masking
 from openlm_moe.parallel import Checkpointer, Layout, make_layout
+from openlm_moe.parallel.checkpoint import read_state
+from openlm_moe.parallel.ranks import everywhere, on_main
 from openlm_moe.telemetry.sinks import parse_report_to
 
 

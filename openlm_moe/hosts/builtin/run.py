@@ -16,12 +16,12 @@ from openlm_moe.hosts.builtin.cpu_memory import keep_freed_memory
 from openlm_moe.hosts.builtin.embedded import ngram_baselines
 from openlm_moe.hosts.builtin.evaluate import evaluate
 from openlm_moe.hosts.builtin.prepare import Prepared, prepare
-from openlm_moe.hosts.builtin.ranks import ToldElsewhere
 from openlm_moe.hosts.builtin.remote_sync import RemoteSync
-from openlm_moe.hosts.builtin.saving import read_state
 from openlm_moe.hosts.builtin.summary import format_table, samples, summary_table
 from openlm_moe.hosts.builtin.train import Run, TrainingFailed, train, val_batch_size
 from openlm_moe.parallel import Checkpointer, init_distributed, shutdown
+from openlm_moe.parallel.checkpoint import read_state
+from openlm_moe.parallel.ranks import ToldElsewhere
 from openlm_moe_kernels.verify import KernelMismatch
 
 
@@ -120,7 +120,7 @@ def _evaluate_only(p: Prepared) -> int:
             world_size=layout.world_size,
         )
         for evaluation in evaluations:
-            sinks.log(evaluation.metrics(), state.get("step", 0), state.get("tokens", 0))
+            sinks.log(evaluation.metrics(), state["step"], state.get("tokens", 0))
         rows = [
             (f"validation perplexity, {e.name}", f"{e.perplexity:.2f} over {e.tokens:,} tokens") for e in evaluations
         ]

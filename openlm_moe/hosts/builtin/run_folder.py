@@ -11,9 +11,9 @@ from typing import Any
 
 from openlm_moe import UserError
 from openlm_moe.data.corpus import embedded_tokenizer
-from openlm_moe.hosts.builtin.ranks import on_main
 from openlm_moe.hosts.builtin.saving import CHECKPOINTS
 from openlm_moe.parallel.checkpoint import complete_checkpoints
+from openlm_moe.parallel.ranks import on_main
 from openlm_moe.telemetry.console import LOG_FILE
 
 PARAMS_FILE = "params.json"

@@ -7,7 +7,6 @@ averages/<averager>/step_0000100/       the same step's average, a checkpoint of
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +15,9 @@ from openlm_moe import MoEConfig, UserError, __version__
 from openlm_moe.hosts.builtin.architecture import Architecture, exported_to
 from openlm_moe.hosts.builtin.averaging import Averager
 from openlm_moe.hosts.builtin.params import ModelParams
-from openlm_moe.hosts.builtin.ranks import on_main
 from openlm_moe.parallel import Checkpointer
-from openlm_moe.parallel.checkpoint import MARKER, STATE, complete_checkpoints
+from openlm_moe.parallel.checkpoint import MARKER, complete_checkpoints, read_state
+from openlm_moe.parallel.ranks import on_main
 
 if TYPE_CHECKING:
     from openlm_moe.hosts.builtin.train import Run
@@ -44,7 +43,7 @@ class Saver:
             keeper.save(run.step, averager.weights, None, {**state_of(run), "averager": averager.name})
             keeper.wait()
         outdated = self.transient
-        path = self.checkpoints.save(run.step, run.model, run.optimizer, state_of(run))
+        path = self.checkpoints.save(run.step, run.model, run.optimizer, {**state_of(run), "transient": transient})
         self.transient = path if transient else None
         if run.done or run.args.hf_save == "checkpoints":
             run.architecture.export(run.model, run.folder, run.step, run.args.keep_last)
@@ -62,6 +61,8 @@ class Saver:
             raise UserError(f"checkpoint {path} holds weights alone; begin with them: --pretrained, without --resume")
         state = self.checkpoints.load(path, run.model, run.optimizer)
         check_same_model(state, run.architecture, path)
+        if state.get("transient") and path.parent == self.checkpoints.folder:
+            self.transient = path
         samples = run.data.resume(state["data"], allow_change=run.args.allow_data_change)
         if samples % run.plan.global_batch_size:
             raise UserError(
@@ -131,14 +132,6 @@ def check_same_model(state: dict[str, Any], architecture: Architecture, path: Pa
                 f"checkpoint {path} is of another architecture: its {key} is {saved}, this model's is {wanted}; "
                 "give the settings it was saved with, or start a new run with --name"
             )
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    """The JSON part of the checkpoint at `path`, without loading it."""
-    try:
-        return json.loads((path / STATE).read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"checkpoint {path} cannot be read: {error}") from None
 
 
 def model_of(state: dict[str, Any], checkpoint: Path) -> tuple[ModelParams, MoEConfig]:

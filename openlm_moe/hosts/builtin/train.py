@@ -22,15 +22,16 @@ from openlm_moe.data.samples import Batch
 from openlm_moe.hosts.builtin.architecture import Architecture
 from openlm_moe.hosts.builtin.averaging import Averager
 from openlm_moe.hosts.builtin.evaluate import Evaluation, evaluate
+from openlm_moe.hosts.builtin.feed import Feed
 from openlm_moe.hosts.builtin.plan import Plan
 from openlm_moe.hosts.builtin.precision import LossScale, Precision
 from openlm_moe.hosts.builtin.profiling import Profiler
-from openlm_moe.hosts.builtin.ranks import gather
 from openlm_moe.hosts.builtin.saving import Saver
 from openlm_moe.hosts.builtin.schedule import Schedule, set_lr
 from openlm_moe.hosts.builtin.step import NonFinite, StepResult, StepRules, train_step
 from openlm_moe.hosts.builtin.targets import Masking, make_example
 from openlm_moe.parallel import Layout, StopRequest
+from openlm_moe.parallel.ranks import gather
 from openlm_moe.telemetry import metrics
 from openlm_moe.telemetry.meters import StepMeter, expert_loads, perplexity
 from openlm_moe.telemetry.sinks import Sinks
@@ -93,14 +94,14 @@ class Run:
 def train(run: Run) -> bool:
     """Trains `run` to its end or to a stop request, and saves it there. Returns whether it reached its end.
 
-    Raises `TrainingFailed` when a loss or gradient is not finite, or when data end early.
+    Raises `TrainingFailed` when a loss or gradient is not finite, or when data end early or cannot be read.
     """
-    batches = _batches(run)
+    feed = Feed(_batches(run), run.stop)
     dropped = 0.0
     while not run.done:
         set_lr(run.optimizer, run.schedule(run.step))
         with run.meter.phase(metrics.DATA_TIME):
-            batch = next(batches, None)
+            batch = feed.next()
             if batch is None:
                 run.saver.save(run)
                 raise TrainingFailed(
@@ -130,6 +131,10 @@ def train(run: Run) -> bool:
         with run.meter.paused():
             at_edge(run, stopping)
         if stopping:
+            failure = feed.failure()
+            if failure is not None:
+                run.saver.checkpoints.wait()
+                raise TrainingFailed(f"after step {run.step}, which was saved: {failure}; {run.saver.resume_hint(run)}")
             return False
     return True
 
