@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -60,7 +61,16 @@ class MoEConfig:
             value = getattr(self, name)
             if value not in allowed:
                 raise UserError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+        for name in ("num_experts", "top_k", "every", "shared_experts"):
+            self._require(type(getattr(self, name)) is int, name, "a whole number")
+        self._require(self.ffn_dim is None or type(self.ffn_dim) is int, "ffn_dim", "a whole number or None")
+        for name in ("capacity_factor", "jitter", "loss_weight", "z_loss_weight", "bias_update_rate"):
+            self._require(type(getattr(self, name)) in (int, float), name, "a number")
+        for name in ("normalize_weights", "uniform_routing"):
+            self._require(type(getattr(self, name)) is bool, name, "True or False")
         if self.layers is not None:
+            ids = isinstance(self.layers, Iterable) and all(type(i) is int for i in self.layers)
+            self._require(ids, "layers", "a list of layer ids")
             object.__setattr__(self, "layers", tuple(sorted(set(self.layers))))
         self._require(self.num_experts >= 0, "num_experts", "0 (dense) or more")
         self._require(self.every >= 1, "every", "1 or more")
@@ -112,4 +122,4 @@ class MoEConfig:
         unknown = sorted(set(values) - known)
         if unknown:
             raise UserError(f"unknown MoE setting {unknown[0]!r}; known are {', '.join(sorted(known))}")
-        return cls(**{k: tuple(v) if k == "layers" and v is not None else v for k, v in values.items()})
+        return cls(**values)

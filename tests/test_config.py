@@ -21,6 +21,14 @@ from openlm_moe.config import swiglu_hidden_dim
         (dict(loss_weight=-0.1), "loss_weight is -0.1"),
         (dict(loss_weight=float("nan")), "loss_weight is nan"),
         (dict(ffn_dim=0), "ffn_dim is 0"),
+        (dict(num_experts="8"), "num_experts is '8'; it must be a whole number"),
+        (dict(top_k=2.0), "top_k is 2.0"),
+        (dict(top_k=True), "top_k is True"),
+        (dict(ffn_dim=16.0), "ffn_dim is 16.0"),
+        (dict(jitter=None), "jitter is None; it must be a number"),
+        (dict(normalize_weights=1), "normalize_weights is 1; it must be True or False"),
+        (dict(layers=2), "layers is 2; it must be a list of layer ids"),
+        (dict(layers=["0"]), "layers is \\['0'\\]"),
     ],
 )
 def test_refusals_name_the_value(settings, words):

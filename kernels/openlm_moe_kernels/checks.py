@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from openlm_moe_kernels.backend import ACTIVATIONS, NAMES
 from openlm_moe_kernels.plan import RoutePlan
@@ -27,9 +28,13 @@ def require(holds: bool, name: str, problem: Callable[[], str]) -> None:
 
 
 def matrix(name: str, t: Tensor, dims: int) -> None:
-    """A floating-point tensor of so many dimensions."""
+    """A floating-point tensor of so many dimensions, without a tangent, which the operators would lose."""
+    require(isinstance(t, Tensor), name, lambda: f"is a {type(t).__name__}; expected a tensor")
     require(t.dim() == dims, name, lambda: f"has shape {tuple(t.shape)}; expected {dims} dimensions")
     require(t.dtype in FLOATS, name, lambda: f"has dtype {t.dtype}; expected one of {', '.join(map(str, FLOATS))}")
+    # An operator without a forward-mode formula answers with a tangent of zero (torch 2.13), not with an error.
+    traced = forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None
+    require(not traced, name, lambda: "has a forward-mode tangent (torch.func.jvp); gradients are backward-mode only")
 
 
 def shape(name: str, t: Tensor, expected: tuple[int, ...], meaning: str) -> None:
@@ -53,10 +58,14 @@ def per_row(name: str, t: Tensor, rows: int, x_name: str, x: Tensor) -> None:
     on_device(name, t, x_name, x)
 
 
-def offsets(t: Tensor, groups: int, x_name: str, x: Tensor) -> None:
+def offsets(t: Tensor, groups: int | None, x_name: str, x: Tensor) -> None:
+    """Cumulative ends of so many groups, of any number but none where `groups` is None."""
+    require(isinstance(t, Tensor), "offsets", lambda: f"is a {type(t).__name__}; expected a tensor")
     require(t.dtype == torch.int32, "offsets", lambda: f"has dtype {t.dtype}; expected torch.int32")
-    shape("offsets", t, (groups,), "one end a group (E,)")
-    require(groups > 0, "offsets", lambda: "has no group; expected at least one")
+    require(t.dim() == 1, "offsets", lambda: f"has shape {tuple(t.shape)}; expected one end a group (E,)")
+    if groups is not None:
+        shape("offsets", t, (groups,), "one end a group (E,)")
+    require(t.shape[0] > 0, "offsets", lambda: "has no group; expected at least one")
     on_device("offsets", t, x_name, x)
 
 

@@ -39,7 +39,8 @@ def grouped_gemm(
         allow_tf32: lets float32 products round their inputs to TF32; otherwise they are IEEE.
         backend: "auto", "triton", "torch" or "reference".
 
-    Backward computes the product again if there is an activation or a row scale, instead of keeping it.
+    Backward computes the product again if there is an activation or a row scale, instead of keeping it; such a
+    product is differentiable once only.
     Raises ValueError naming the argument whose shape, dtype, device or (where read) value is wrong.
     """
     checks.matrix("x", x, 2)
@@ -110,17 +111,25 @@ def grouped_gemm_wgrad(
     checks.gather(gather, x)
     rows = _rows(x, gather)
     checks.require(dy.shape[0] == rows, "dy", lambda: f"has {dy.shape[0]} rows; expected {rows}")
-    checks.require(offsets.dim() == 1, "offsets", lambda: f"has shape {tuple(offsets.shape)}; expected (E,)")
-    checks.offsets(offsets, offsets.shape[0], "x", x)
+    checks.offsets(offsets, None, "x", x)
     checks.backend(backend)
     if out is None:
         return _wgrad(x, dy, offsets, gather, trans_w, backend, allow_tf32)
     checks.matrix("out", out, 3)
     checks.shape("out", out, _wgrad_shape(x, dy, offsets, trans_w), "(E, N, K)" if trans_w else "(E, K, N)")
+    allowed = dict.fromkeys((x.dtype, torch.float32))
     checks.require(
-        out.dtype in (x.dtype, torch.float32), "out", lambda: f"has dtype {out.dtype}; expected {x.dtype} or float32"
+        out.dtype in allowed, "out", lambda: f"has dtype {out.dtype}; expected {' or '.join(map(str, allowed))}"
     )
     checks.on_device("out", out, "x", x)
+    checks.require(
+        not (out.requires_grad and torch.is_grad_enabled()), "out", lambda: "requires grad; give a gradient buffer"
+    )
+    checks.require(
+        all(step > 0 or size == 1 for step, size in zip(out.stride(), out.shape, strict=True)),
+        "out",
+        lambda: f"has strides {out.stride()}, so that elements share memory; give a buffer of its own",
+    )
     _wgrad_into(x, dy, offsets, gather, out, trans_w, backend, allow_tf32)
     return out
 

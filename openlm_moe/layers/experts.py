@@ -81,8 +81,13 @@ class SharedExperts(nn.Module):
             local.copy_(whole[where])
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        hidden = F.linear(x_TD, self.w1)
+        """(T, D) in the dtype of x, or autocast's where that is on, as of `Experts`."""
+        autocast = torch.is_autocast_enabled(x_TD.device.type)
+        hidden = F.linear(x_TD if autocast else x_TD.to(self.w1.dtype), self.w1)
         if self.ffn == "swiglu":
             gate, up = hidden.chunk(2, dim=-1)
-            return F.linear(F.silu(gate) * up, self.w2)
-        return F.linear(F.gelu(hidden, approximate="tanh"), self.w2)
+            hidden = F.silu(gate) * up
+        else:
+            hidden = F.gelu(hidden, approximate="tanh")
+        out_TD = F.linear(hidden, self.w2)
+        return out_TD if autocast else out_TD.to(x_TD.dtype)

@@ -49,8 +49,10 @@ class DroplessMoE(MoELayer):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """x (B, S, D) or (T, D) -> the same shape.
 
-        mask: (B, S) or (T,), False for padding, which is routed nowhere, gets zeros and counts in no loss.
+        mask: bool (B, S) or (T,), False for padding, which is routed nowhere, gets zeros and counts in no loss.
+        Raises ValueError where x or mask has another shape or dtype than that.
         """
+        self._check(x, mask)
         x_BSD = x if x.dim() == 3 else x[None]
         mask_BS = x_BSD.new_ones(x_BSD.shape[:2], dtype=torch.bool) if mask is None else mask.view(x_BSD.shape[:2])
         x_TD = x_BSD.flatten(0, 1)
@@ -71,6 +73,16 @@ class DroplessMoE(MoELayer):
             out_TD = out_TD + (shared_TD if mask is None else shared_TD * mask_BS.flatten()[:, None])
         dropped = (admitted_TK != routing.experts_TK).sum()
         return report(self, routing, dropped, out_TD, mask_BS).view(x.shape)
+
+    def _check(self, x: Tensor, mask: Tensor | None) -> None:
+        if x.dim() not in (2, 3) or x.shape[-1] != self.dim:
+            raise ValueError(f"x has shape {tuple(x.shape)}; expected (B, S, {self.dim}) or (T, {self.dim})")
+        if not x.is_floating_point():
+            raise ValueError(f"x has dtype {x.dtype}; expected a floating-point dtype")
+        if mask is not None and mask.shape != x.shape[:-1]:
+            raise ValueError(f"mask has shape {tuple(mask.shape)}; expected {tuple(x.shape[:-1])}, as x")
+        if mask is not None and mask.dtype != torch.bool:
+            raise ValueError(f"mask has dtype {mask.dtype}; expected torch.bool, True where there is a token")
 
     def admit(self, experts_TK: Tensor) -> Tensor:
         """The slots that are computed; dropless admits all."""

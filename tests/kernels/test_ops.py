@@ -375,6 +375,18 @@ WRONG = {
     "dy has dtype": lambda: grouped_gemm_wgrad(x_(4, 3), x_(4, 5, dtype=torch.float64), ends((1, 2))),
     "out has shape": lambda: grouped_gemm_wgrad(x_(4, 3), x_(4, 5), ends((1, 2)), out=x_(2, 5, 3)),
     "out has dtype": lambda: grouped_gemm_wgrad(x_(4, 3), x_(4, 5), ends((1,)), out=x_(1, 3, 5, dtype=torch.float16)),
+    "out has dtype torch.float16; expected torch.float32$": lambda: grouped_gemm_wgrad(
+        x_(4, 3), x_(4, 5), ends((1,)), out=x_(1, 3, 5, dtype=torch.float16)
+    ),
+    "out requires grad": lambda: grouped_gemm_wgrad(x_(4, 3), x_(4, 5), ends((1,)), out=x_(1, 3, 5).requires_grad_()),
+    "out has strides": lambda: grouped_gemm_wgrad(x_(4, 3), x_(4, 5), ends((2, 2)), out=x_(1, 3, 5).expand(2, 3, 5)),
+    "x is a list": lambda: grouped_gemm([[1.0]], x_(1, 1, 1), ends((1,))),
+    "w is a NoneType": lambda: grouped_gemm(x_(1, 1), None, ends((1,))),
+    "offsets is a list": lambda: grouped_gemm_wgrad(x_(4, 3), x_(4, 5), [1]),
+    "offsets has no group; expected": lambda: grouped_gemm_wgrad(x_(4, 3), x_(4, 5), ends((1,))[:0]),
+    "x has a forward-mode tangent": lambda: torch.func.jvp(
+        lambda x: grouped_gemm(x, x_(1, 3, 5), ends((4,))), (x_(4, 3),), (x_(4, 3),)
+    ),
     "plan routes 2 tokens": lambda: gather_rows(x_(3, 4), PLAN),
     "plan routes 4 rows": lambda: combine_topk(x_(3, 4), None, PLAN),
     "plan is on cpu": lambda: gather_rows(x_(2, 4).to("meta"), PLAN),

@@ -154,6 +154,29 @@ def test_autocast_and_parameter_dtypes(dtype):
     assert all(p.grad.dtype == torch.float32 for p in moe.parameters())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_an_input_of_another_dtype_than_the_weights_comes_back_in_its_own(dtype):
+    moe, x = layer(shared_experts=1).float(), tokens().detach()
+    out = moe(x.to(dtype))
+    assert out.dtype == dtype
+    assert (out - loop(moe.double(), x)).norm() <= 2e-2 * out.norm()
+
+
+@pytest.mark.parametrize(
+    ("x", "mask", "message"),
+    [
+        (torch.zeros(2, 3, D + 1), None, "x has shape"),
+        (torch.zeros(D), None, "x has shape"),
+        (torch.zeros(2, 3, D, dtype=torch.int64), None, "x has dtype torch.int64"),
+        (torch.zeros(2, 3, D), torch.ones(3, 2, dtype=torch.bool), "mask has shape"),
+        (torch.zeros(2, 3, D), torch.ones(2, 3, dtype=torch.int64), "mask has dtype torch.int64; expected torch.bool"),
+    ],
+)
+def test_wrong_arguments_are_named(x, mask, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        layer().float()(x, mask)
+
+
 class TestCapacity:
     def test_capacity_rounds_up(self):
         assert expert_capacity(torch.tensor(10), 4, 2, 1.25) == 7  # 1.25 * 20 / 4 = 6.25
