@@ -12,21 +12,39 @@ from typing import Any
 
 import torch
 
+from openlm_moe.errors import UserError
 from openlm_moe.telemetry.environment import environment
 
 RESULTS = Path(__file__).parent
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All records of a file, oldest first; none if there is no file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """All records of a file, oldest first; none if there is no file. Raises `UserError` for a line that is none."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [_parsed(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+
+
+def _parsed(line: str, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        record = None
+    if not isinstance(record, dict):
+        raise UserError(f"{where} is no record (a JSON object): {line[:60]!r}; remove the line and measure it again")
+    return record
 
 
 def append(path: Path, record: dict[str, Any]) -> None:
-    """Adds one line; several processes may do so at once."""
-    with path.open("a") as file:
+    """Adds one line; several processes may do so at once. A line that a killed process left half is ended first."""
+    with path.open("a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        file.write(json.dumps(record) + "\n")
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            whole = file.read() == b"\n"
+        else:
+            whole = True
+        file.write(b"" if whole else b"\n")
+        file.write(json.dumps(record).encode() + b"\n")
 
 
 def origin() -> dict[str, Any]:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import io
 import json
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,8 +124,11 @@ def train_run(run: Run, queue: dict[str, Any], work: Path) -> dict[str, Any] | N
             **start(run, queue, work),
         }
     )
-    code = train(argv)
-    if code not in (0, 1):
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        code = train(argv)
+    sys.stderr.write(told.getvalue())
+    diverged = code == 1 and "is not finite" in told.getvalue()
+    if code != 0 and not diverged:
         raise SystemExit(code)
     rows = records.read(folder / "run" / "metrics.jsonl")
     if code == 0 and not valid_losses(rows):

@@ -38,8 +38,8 @@ def expert_ffn(
 
     Saved for backward: x, the weights, w1, w2, the pre-activation (N, F) or (N, 2F), and the plan. Nothing of size
     N x D is kept: backward gathers the rows again and gets the combine weights' gradient as <dA, A> (SonicMoE,
-    arXiv 2512.14080). An expert without rows has exactly zero gradients. Differentiable once. Raises ValueError naming the argument whose
-    shape, dtype or device is wrong, and where a backend that is asked for by name cannot run.
+    arXiv 2512.14080). An expert without rows has exactly zero gradients. Differentiable once. Raises ValueError naming
+    the argument whose shape, dtype or device is wrong, and where a backend that is asked for by name cannot run.
     """
     checks.matrix("x", x_TD, 2)
     checks.matrix("w1", w1, 3)

@@ -92,9 +92,8 @@ class LossCollector:
         """Called once by each layer in its first forward. RuntimeError when a layer reports twice."""
         name = self._names[layer]
         if name in self.per_layer:
-            raise RuntimeError(
-                f"{name or type(layer).__name__} ran twice inside one collect_losses; open one for each micro-batch"
-            )
+            name = name or type(layer).__name__  # the model is the layer itself
+            raise RuntimeError(f"{name} ran twice inside one collect_losses; open one for each micro-batch")
         config = layer.config
         weight = config.loss_weight if config.balance == "loss" else 0.0
         self._weighted.append((stats.load_balancing_loss * weight, stats.z_loss * config.z_loss_weight))

@@ -24,6 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "kernels"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from openlm_moe.data.cache import write_atomically
 from results import records
 from results.gpu.steps import Step, gpu_steps, tiny_steps
 from results.gpu.table import render
@@ -83,7 +84,7 @@ def run_slice(steps: list[Step], out: Path, end: float) -> list[Step]:
             continue
         print(f"{step.name} ...", flush=True)
         record = run_step(step, out)
-        record_of(step, out).write_text(json.dumps(record, indent=1) + "\n")
+        write_atomically(record_of(step, out), (json.dumps(record, indent=1) + "\n").encode())
         print(f"{step.name}: exit code {record['exit_code']}, {record['seconds']} s", flush=True)
     return left
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from openlm_moe.hosts.builtin.remote_sync import files_to_copy
 from openlm_moe.main import main
 from openlm_moe.parallel.checkpoint import complete_checkpoints
 from openlm_moe.parallel.stop import StopRequest
@@ -220,6 +221,8 @@ def test_remote_sync_copies_the_run_and_brings_it_back(tiny):
         "averages/ema_0.8/step_0000005/COMPLETE",
     ):
         assert (remote / "run" / relative).read_bytes() == (tiny.run_folder() / relative).read_bytes()
+    (tiny.run_folder() / "stop").touch()
+    assert "stop" not in [path.name for path in files_to_copy(tiny.run_folder())], "it would stop the next start too"
     whole = tiny.losses()
     shutil.rmtree(tiny.run_folder())
     for step in (10, 12):

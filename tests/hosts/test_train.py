@@ -123,6 +123,15 @@ def test_capacity_factor_without_capacity_is_noted_once(tiny, capsys):
     assert capsys.readouterr().out.count("--moe-capacity-factor 2 has no effect") == 1
 
 
+def test_a_flag_that_the_models_json_overrides_is_noted(tiny, capsys):
+    model = tiny.folder / "four.json"
+    model.write_text(json.dumps({**json.loads(tiny.model.read_text()), "moe_num_experts": 4}))
+    assert tiny.start("--experts", 16, "--model", model) == 0
+    assert capsys.readouterr().out.count("num_experts 16 of the flags has no effect: the model's own is 4") == 1
+    assert tiny.start("--experts", 4, "--model", model, name="same") == 0
+    assert "has no effect" not in capsys.readouterr().out
+
+
 def test_keep_last_and_save_frequency(tiny):
     assert tiny.start("--save-every-n-steps", 2, "--keep-last", 2, name="kept") == 0
     names = [p.name for p in complete_checkpoints(tiny.run_folder("kept") / "checkpoints")]

@@ -185,6 +185,14 @@ def test_marks_can_be_taken_out():
     assert example.mask.tolist() == [[True] * 5 + [False], [True] * 4 + [False] * 2]
 
 
+def test_padding_moves_with_what_follows_a_mark_that_is_taken_out():
+    tokens, mask = torch.tensor([[1, 9, 2, 3, 0, 0]]), torch.tensor([[True] * 4 + [False] * 2])
+    example = make_example(tokens, mask, Masking(left=9, pad=7, squash=True))
+    assert example.inputs.tolist() == [[1, 2, 3, 7, 7]]
+    assert example.targets.tolist() == [[2, 3, -100, -100, -100]]
+    assert example.mask.tolist() == [[True] * 3 + [False] * 2]
+
+
 def test_micro_batches_are_equal_and_in_order():
     example = make_example(torch.arange(24).view(6, 4), None, Masking(pad=99))
     parts = example.split(3)

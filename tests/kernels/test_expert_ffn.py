@@ -378,7 +378,7 @@ def test_forward_mode_is_refused() -> None:
     plan = route_plan(torch.zeros(6, 2, dtype=torch.int64), 3)
     others = torch.zeros(6, 2), torch.zeros(3, 4, 5), torch.zeros(3, 5, 4), plan
     x = torch.zeros(6, 4)
-    with pytest.raises(ValueError, match="^x has a forward-mode tangent"):
+    with pytest.raises(ValueError, match=r"^x has a forward-mode tangent"):
         torch.func.jvp(lambda x: expert_ffn(x, *others), (x,), (x,))
 
 

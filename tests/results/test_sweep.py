@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 import tarfile
 from pathlib import Path
 
 import pytest
 
+from openlm_moe import UserError
 from results import linux_corpus, records, sweep
 from results.sweep_queue import Run, as_record, finished, read_queue
 
@@ -61,6 +63,39 @@ def test_the_record_of_a_run_is_read_back_as_that_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_records_survive_a_half_line_and_a_line_that_is_none_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "r"
+    records.append(path, {"a": 1})
+    path.open("a").write('{"a": 2')
+    records.append(path, {"a": 3})
+    assert path.read_text().splitlines() == ['{"a": 1}', '{"a": 2', '{"a": 3}']
+    with pytest.raises(UserError, match=f"{path}, line 2 is no record"):
+        records.read(path)
+    path.write_text('{"a": 1}\n\n')
+    with pytest.raises(UserError, match="line 2 is no record"):
+        records.read(path)
+
+
+@pytest.mark.parametrize(
+    ("told", "recorded"), [("the loss of step 3 is not finite", True), ("the disk is full", False)]
+)
+def test_only_a_run_that_diverged_has_a_record_without_a_loss(queue, tmp_path, monkeypatch, told, recorded) -> None:
+    def fail(argv: list[str]) -> int:
+        print(told, file=sys.stderr)
+        folder = tmp_path / run.name / "run"
+        folder.mkdir()
+        (folder / "metrics.jsonl").touch()
+        return 1
+
+    run = Run("0.1M", "dense", 1e-2, 0, 2048)
+    monkeypatch.setattr(sweep, "train", fail)
+    if recorded:
+        assert sweep.train_run(run, queue, tmp_path)["valid_loss"] is None
+    else:
+        with pytest.raises(SystemExit):
+            sweep.train_run(run, queue, tmp_path)
+
+
 def test_a_run_is_trained_and_recorded(queue: dict, tmp_path: Path) -> None:
     found = sweep.train_run(run_of(0.01), queue, tmp_path)
     assert json.loads(json.dumps(found)) == found

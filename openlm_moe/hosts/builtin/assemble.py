@@ -26,8 +26,6 @@ from openlm_moe.telemetry.meters import StepMeter
 from openlm_moe.telemetry.peaks import peak_flops
 from openlm_moe.telemetry.sinks import Sinks
 
-STOP_FILE = "stop"
-
 
 def open_sinks(p: Prepared, resume_step: int = 0) -> Sinks:
     """Makes the run's folder, records the settings there, and opens everything that logs."""
@@ -77,7 +75,7 @@ def assemble(p: Prepared) -> Run:
     resuming = p.start_from is not None and args.resume is not None
     same_run = resuming and args.resume == "latest"
     sinks = open_sinks(p, read_state(p.start_from)["step"] if same_run else 0)
-    stop = StopRequest(args.stop_file or p.folder / STOP_FILE)
+    stop = StopRequest(args.stop_file or p.folder / run_folder.STOP_FILE)
     compute = torch.bfloat16 if args.fsdp_amp or args.fsdp_pure_bf16 else p.precision.compute_dtype
     if args.verify_kernels == "on" and architecture.moe.num_experts:
         verify_kernels(architecture.dim, architecture.moe, layout.device, compute, sinks.say)

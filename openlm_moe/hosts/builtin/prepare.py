@@ -88,7 +88,7 @@ def prepare(args: argparse.Namespace, device: torch.device) -> Prepared:
         validation,
         plan,
         start_from,
-        [*args.notes, *moe_notes(architecture.moe)],
+        [*args.notes, *moe_notes(args.moe, architecture.moe)],
     )
 
 
@@ -124,11 +124,17 @@ def batch_size(args: argparse.Namespace, layout: Layout) -> int:
     return batch
 
 
-def moe_notes(moe: MoEConfig) -> list[str]:
-    """What the log should say of settings that have no effect."""
-    if moe.moe_type == "dropless" and moe.capacity_factor != MoEConfig().capacity_factor:
-        return [f"--moe-capacity-factor {moe.capacity_factor:g} has no effect: dropless layers have no capacity"]
-    return []
+def moe_notes(asked: MoEConfig, moe: MoEConfig) -> list[str]:
+    """What the log should say of settings that have no effect. asked: by flags; moe: by them and the model's JSON."""
+    default, wanted, got = MoEConfig().to_dict(), asked.to_dict(), moe.to_dict()
+    notes = [
+        f"{name} {wanted[name]} of the flags has no effect: the model's own is {got[name]}"
+        for name in got
+        if wanted[name] not in (default[name], got[name])
+    ]
+    if moe.moe_type == "dropless" and moe.capacity_factor != default["capacity_factor"]:
+        notes.append(f"--moe-capacity-factor {moe.capacity_factor:g} has no effect: dropless layers have no capacity")
+    return notes
 
 
 def check_batch_size(batch: int, world_size: int, accum_freq: int) -> None:

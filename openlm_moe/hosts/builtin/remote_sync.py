@@ -1,7 +1,8 @@
 """--remote-sync: a copy of the run's folder elsewhere, through fsspec, kept up to date by a thread of rank 0.
 
 A checkpoint is copied once it is complete, and its marker last, so that a half-copied one is never taken for whole.
-Trouble with the remote place never stops training: what could not be copied is tried again the next time.
+Nothing is removed there: what --keep-last removes here stays. Trouble with the remote place never stops training: what
+could not be copied is tried again the next time.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from openlm_moe import UserError
+from openlm_moe.hosts.builtin.run_folder import STOP_FILE
 from openlm_moe.parallel.checkpoint import MARKER, complete_checkpoints
 
 Say = Callable[[str], None]
@@ -66,10 +68,13 @@ class RemoteSync:
 
 
 def files_to_copy(folder: Path) -> Iterator[Path]:
-    """Every file of the run, those of incomplete checkpoints left out, markers of complete ones after their files."""
+    """Every file of the run, markers of checkpoints after their files.
+
+    Left out are incomplete checkpoints, and a request to stop, which is for this start of the run alone.
+    """
     for path in sorted(folder.rglob("*"), key=lambda path: (path.name == MARKER, path)):
         steps = [p for p in path.parents if p.name.startswith((".writing-", ".replaced-", "step_"))]
-        if path.is_file() and all((step / MARKER).exists() for step in steps):
+        if path.is_file() and path != folder / STOP_FILE and all((step / MARKER).exists() for step in steps):
             yield path
 
 

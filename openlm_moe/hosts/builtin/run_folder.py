@@ -17,6 +17,7 @@ from openlm_moe.parallel.ranks import on_main
 from openlm_moe.telemetry.console import LOG_FILE
 
 PARAMS_FILE = "params.json"
+STOP_FILE = "stop"  # asks the run under way to save and stop; see parallel/stop.py
 
 
 def run_name(args: argparse.Namespace, per_rank_batch: int) -> str:

@@ -54,6 +54,8 @@ def make_example(tokens: Tensor, mask: Tensor | None, masking: Masking) -> Examp
         marks = targets == masking.left
         last_mark_ahead = marks.flip(-1).cumsum(-1).flip(-1) > 0  # this position, or a later one, holds the mark
         if masking.squash:
+            if seen is not None:  # padding moves with the rest, and must be known where it comes to lie
+                inputs = inputs.masked_fill(~seen, masking.pad)
             targets = targets.masked_fill(last_mark_ahead & ~marks, IGNORE)
             inputs = _without(inputs, masking.left, masking.pad)
             targets = _without(targets, masking.left, masking.pad)
